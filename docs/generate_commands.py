@@ -9,7 +9,7 @@ from typing import Any
 import typer.main
 
 from docs.marked_page import replace_between
-from lookonce.cli import app
+from lookonce.commands.application import app
 
 PAGE = pathlib.Path(__file__).parent / "command-line.md"
 BEGIN = "<!-- commands: written by `make docs` -->"

@@ -1,1 +1,1 @@
-"""The commands of `lookonce`, a module for each command or small group. lookonce/cli.py puts them together."""
+"""The commands of `lookonce`, a module for each command or small group. application.py puts them together."""

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lookonce.commands.options import BesideOthers, MaxPixels, Target, Timeout
 from lookonce.commands.output import digest_cell, err, out, print_line, print_rows, say
-from lookonce.commands.pictures import files_below, is_image
+from lookonce.commands.pictures import existing_file, existing_path, files_below, is_image
 from lookonce.commands.prewarming import EncodeOptions, Prewarmed, prewarm
 from lookonce.commands.targets import client_of
 from lookonce.images import ImageRef
@@ -34,7 +34,7 @@ _MAX_TABLE_ROWS = 20
 Paths = Annotated[
     list[pathlib.Path],
     typer.Argument(
-        help="Image files, and folders of them with all their subfolders.", metavar="FILE|DIR...", exists=True
+        help="Image files, and folders of them with all their subfolders.", metavar="FILE|DIR...", parser=existing_path
     ),
 ]
 
@@ -125,7 +125,7 @@ def _summary(results: Sequence[Prewarmed]) -> str:
 
 
 def lookup(
-    images: Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exists=True, dir_okay=False)],
+    images: Annotated[list[pathlib.Path], typer.Argument(help="Image files.", metavar="FILE...", parser=existing_file)],
     max_pixels: MaxPixels = None,
     beside_others: BesideOthers = False,
     target: Target = None,

@@ -16,6 +16,15 @@ def filled(value: str | None) -> str | None:
     """Refuses an empty value, which a script with an unset variable gives. It would mean another server or tenant."""
     if value is not None and not value.strip():
         raise typer.BadParameter("is empty; give a value, or leave the flag out")
+    return utf8(value)
+
+
+def utf8(value: str | None) -> str | None:
+    """Refuses a text of the command line that is not UTF-8, which no call could carry."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("is no text in UTF-8") from None
     return value
 
 
@@ -33,7 +42,9 @@ Target = Annotated[
     ),
 ]
 Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Deadline of the call, seconds; inf: none.")]
-System = Annotated[str | None, typer.Option(help="System prompt: instructions that come before the chat.")]
+System = Annotated[
+    str | None, typer.Option(help="System prompt: instructions that come before the chat.", callback=utf8)
+]
 ImageNames = Annotated[
     list[str] | None,
     typer.Option(

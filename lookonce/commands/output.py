@@ -39,13 +39,13 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[object]], is_boxed: bo
     for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else escape(printable(cell)) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else escape(harmless(cell)) for cell in row))
     return table
 
 
 def print_line(cells: Iterable[object]) -> None:
     """Prints one line for programs, with tabs between cells."""
-    sys.stdout.write("\t".join(printable(cell).translate(_ESCAPES) for cell in cells) + "\n")
+    sys.stdout.write("\t".join(visible(printable(cell).translate(_ESCAPES)) for cell in cells) + "\n")
 
 
 def print_json(content: object) -> None:
@@ -58,8 +58,13 @@ def printable(value: object) -> str:
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def harmless(value: object) -> str:
+    """Returns a text for one cell or line of people: without line ends and characters that a terminal would obey."""
+    return printable(value).translate(_ESCAPES).translate(_CONTROLS)
+
+
 def visible(text: str) -> str:
-    """Returns the text of a model for stdout: on a terminal without control characters, which a picture could cause."""
+    """Returns a foreign text for stdout: on a terminal without control characters, which a picture could cause."""
     return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
@@ -69,5 +74,10 @@ def digest_cell(digest: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a line for people to stderr."""
-    err.print(escape(printable(text)), soft_wrap=True)
+    """Prints a line for people to stderr, without control characters, which names of files may have."""
+    err.print(escape(harmless(text)), soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """Prints an error to stderr; it may have several lines."""
+    err.print(f"[bold red]error:[/] {escape(printable(text).translate(_CONTROLS))}", soft_wrap=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import typer
 
+from lookonce.commands.output import harmless
 from lookonce.errors import InvalidParameterError
 from lookonce.images import ImageRef
 from lookonce.videos import Video
@@ -19,18 +20,49 @@ _HEAD_BYTES = 12
 _DIGITS = re.compile(r"(\d+)")
 
 
+def existing_path(text: str) -> pathlib.Path:
+    """Returns the path of a file or a folder. Raises BadParameter for anything else.
+
+    An empty one would mean the current folder. Devices and pipes have no end, or wait for a writer.
+    """
+    if not text:
+        raise typer.BadParameter("is empty; name a file or a folder")
+    path = pathlib.Path(text)
+    if not path.exists():
+        raise typer.BadParameter(f"{harmless(text)} does not exist")
+    if not path.is_file() and not path.is_dir():
+        raise typer.BadParameter(f"{harmless(text)} is neither a file nor a folder")
+    return path
+
+
+def existing_file(text: str) -> pathlib.Path:
+    """Returns the path of a file. Raises BadParameter for anything else."""
+    path = existing_path(text)
+    if path.is_dir():
+        raise typer.BadParameter(f"{harmless(text)} is a folder; name a file")
+    return path
+
+
+def existing_folder(text: str) -> pathlib.Path:
+    """Returns the path of a folder. Raises BadParameter for anything else."""
+    path = existing_path(text)
+    if path.is_file():
+        raise typer.BadParameter(f"{harmless(text)} is a file; name a folder")
+    return path
+
+
 def named_image(text: str, max_pixels: int | None = None, beside_others: bool = False) -> ImageRef:
     """Returns the image of a file or a digest. Raises BadParameter for anything else."""
     path = pathlib.Path(text)
     if path.is_file():
         return ImageRef.from_file(path, max_pixels=max_pixels, beside_others=beside_others)
     if text and path.is_dir():
-        raise typer.BadParameter(f"{text} is a folder; name the image files in it")
+        raise typer.BadParameter(f"{harmless(text)} is a folder; name the image files in it")
     try:
         return ImageRef.from_digest(text, max_pixels=max_pixels, beside_others=beside_others)
     except InvalidParameterError:
         raise typer.BadParameter(
-            f"{text or repr(text)} is neither a file nor a SHA-256 digest of 64 hex characters"
+            f"{harmless(text) or repr(text)} is neither a file nor a SHA-256 digest of 64 hex characters"
         ) from None
 
 
@@ -43,7 +75,7 @@ def video_of(folder: pathlib.Path, fps: float | None, max_pixels: int | None, si
     try:
         return Video.from_frames(frames, fps=fps, max_pixels=max_pixels, size=size)
     except InvalidParameterError as error:
-        raise typer.BadParameter(f"{folder}: {error.message}", param_hint="--video") from None
+        raise typer.BadParameter(f"{harmless(folder)}: {error.message}", param_hint="--video") from None
 
 
 def files_below(folder: pathlib.Path) -> Iterator[pathlib.Path]:

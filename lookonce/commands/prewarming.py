@@ -14,6 +14,7 @@ from lookonce.client import Client
 from lookonce.errors import (
     AbortedError,
     ConfigurationError,
+    InvalidParameterError,
     LookonceError,
     PermissionDeniedError,
     UnauthenticatedError,
@@ -32,6 +33,8 @@ _FAULTS_OF_ALL = (
     UnauthenticatedError,
     UnavailableError,
 )
+# The flags of options that are the same for all images, by the names of their fields.
+_FLAGS = {"max_pixels": "--max-pixels", "beside_others": "--beside-others"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,21 @@ def _called(client: Client, images: dict[pathlib.Path, ImageRef], timeout_s: flo
         refs = client.encode(list(images.values()), timeout_s=timeout_s)
     except _FAULTS_OF_ALL:
         raise
+    except InvalidParameterError as error:
+        # All images have the same options. The server names a field of its request.
+        flag = _FLAGS.get(error.field.rpartition(".")[2])
+        if flag is not None:
+            raise InvalidParameterError(flag, error.description) from None
+        return _each_alone(client, images, error, timeout_s)
     except LookonceError as error:
-        if len(images) > 1:
-            return [one for path, image in images.items() for one in _called(client, {path: image}, timeout_s)]
-        return [Prewarmed(path, image.hex, None, error.message) for path, image in images.items()]
+        return _each_alone(client, images, error, timeout_s)
     return [Prewarmed(path, ref.hex, ref.encoding) for path, ref in zip(images, refs, strict=True)]
+
+
+def _each_alone(
+    client: Client, images: dict[pathlib.Path, ImageRef], error: LookonceError, timeout_s: float
+) -> list[Prewarmed]:
+    """Encodes each image of a failed call alone; the error is that of an image that was alone already."""
+    if len(images) > 1:
+        return [one for path, image in images.items() for one in _called(client, {path: image}, timeout_s)]
+    return [Prewarmed(path, image.hex, None, error.message) for path, image in images.items()]

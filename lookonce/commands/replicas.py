@@ -148,9 +148,22 @@ def _encoder_gauges(page: MetricsPage) -> dict[str, float]:
 
 
 def _encoder_counters(page: MetricsPage) -> dict[str, float]:
+    queries, hits = (
+        {tier: page.total(f"{_ENCODER}cache_{name}_total", tier=tier) for tier in ("local", "shared")}
+        for name in ("queries", "hits")
+    )
     return {
         "encodes": page.total(f"{_ENCODER}encodes_total"),
-        # Each look-up asks the process' own cache first, and the shared one after a miss.
-        "lookups": page.total(f"{_ENCODER}cache_queries_total", tier="local"),
-        "hits": page.total(f"{_ENCODER}cache_hits_total"),
+        "lookups": queries["local"],
+        "hits": _num_answered(queries, hits),
     }
+
+
+def _num_answered(queries: Mapping[str, float], hits: Mapping[str, float]) -> float:
+    """Returns the number of look-ups that any tier answered; each asks the process' own cache first.
+
+    Some look-ups ask the shared cache although the local one has the rows, and such an image counts as a hit of both.
+    The sum of hits is too large then, and what is right are the look-ups without the misses of the shared cache.
+    """
+    shared_misses = max(0.0, queries["shared"] - hits["shared"])
+    return max(hits["local"], min(hits["local"] + hits["shared"], queries["local"] - shared_misses))

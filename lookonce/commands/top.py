@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lookonce.commands.options import AsJson, filled
-from lookonce.commands.output import out, print_json, print_line, printable
+from lookonce.commands.output import harmless, out, print_json, print_line
 from lookonce.commands.replicas import Kind, Replica, Value, look_at
 from lookonce.commands.targets import connect, decoder_target, stacks
 from lookonce.local.cli_settings import CliSettings
@@ -82,13 +82,14 @@ def top(
             "and hit ratios; repeatable."
         ),
     ] = None,
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Time between two looks, seconds.")] = 1.0,
+    interval_s: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Time between two looks, seconds.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one report, after one interval.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the load of all replicas until Ctrl-C: requests, KV cache, hit ratios, tokens per second.
 
-    Ratios count since the start of a process, rates since the last look. In a pipe, each look is lines with tabs.
+    Ratios count since the start of a process, rates since the last look. In a pipe, each look is lines with tabs; with
+    --json, it is one array. With --once, exit status 1 says that no replica answered.
     """
     for name in [*(target or []), *(metrics or [])]:
         filled(name)
@@ -136,6 +137,8 @@ def _print_looks(replicas: Sequence[Replica], interval_s: float, once: bool, as_
             print_line((replica.kind, *_cells(replica)))
         out.file.flush()
         if once:
+            if all(replica.fault for replica in replicas):
+                raise typer.Exit(1)
             return
 
 
@@ -147,7 +150,7 @@ def _view(replicas: Sequence[Replica]) -> Group:
             table.add_column(title, justify="left" if number < 2 else "right", no_wrap=number < 1)
         rows = [_cells(replica) for replica in replicas if replica.kind == kind]
         for row in rows:
-            table.add_row(*(escape(printable(cell)) for cell in row))
+            table.add_row(*(escape(harmless(cell)) for cell in row))
         if rows:
             tables.append(table)
     return Group(*tables, f"{time.strftime('%H:%M:%S')}   Ctrl-C ends")

@@ -58,6 +58,9 @@ def read_metrics(address: str, timeout_s: float = 5.0) -> MetricsPage:
     except urllib.error.URLError as error:
         reason = error.reason.strerror if isinstance(error.reason, OSError) else error.reason
         raise UnavailableError(f"no metrics at {address}: {reason or error}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except http.client.HTTPException:
+        # The text of such an error is what the server sent.
+        raise UnavailableError(f"no metrics at {address}: its answer is not HTTP") from None
+    except (OSError, ValueError) as error:
         raise UnavailableError(f"no metrics at {address}: {error}") from None
     return MetricsPage(text)

@@ -88,7 +88,7 @@ class ServiceSettings(EnvironmentSettings):
         "best device that this machine has, for example a CUDA device before the CPUs.",
     )
     num_threads: int | None = Field(
-        None, ge=1, description="Threads for tensor work. Default: one per CPU of this process."
+        None, ge=1, le=1024, description="Threads for tensor work. Default: one per CPU of this process."
     )
 
     deterministic: bool = Field(

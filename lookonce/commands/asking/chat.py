@@ -7,14 +7,13 @@ import pathlib
 import sys
 
 import typer
-from rich.markup import escape
 
 from lookonce.client import Client
 from lookonce.commands.asking.answers import stream_text
 from lookonce.commands.asking.conversation import Conversation
 from lookonce.commands.asking.sampling import takes_sampling
 from lookonce.commands.options import ImageNames, MaxPixels, System, Target, Timeout
-from lookonce.commands.output import err, out, visible
+from lookonce.commands.output import complain, err, out, visible
 from lookonce.commands.pictures import is_image, named_image
 from lookonce.commands.targets import connect, decoder_target
 from lookonce.errors import LookonceError
@@ -60,7 +59,7 @@ def chat(
                 # A reader that has left ends the chat, and so does any error where nobody can correct it.
                 if isinstance(error, BrokenPipeError) or not is_terminal:
                     raise
-                err.print(f"[bold red]error:[/] {escape(_message(error))}", soft_wrap=True)
+                complain(_message(error))
                 continue
             if is_over:
                 return

@@ -13,9 +13,9 @@ from lookonce.client import Client
 from lookonce.commands.asking.answers import json_answer, stream_text
 from lookonce.commands.asking.questions import chat_prompt, left_s, question_of, raw_prompt
 from lookonce.commands.asking.sampling import takes_sampling
-from lookonce.commands.options import AsJson, ImageNames, MaxPixels, System, Target, Timeout
+from lookonce.commands.options import AsJson, ImageNames, MaxPixels, System, Target, Timeout, filled
 from lookonce.commands.output import print_json
-from lookonce.commands.pictures import named_image, video_of
+from lookonce.commands.pictures import existing_folder, named_image, video_of
 from lookonce.commands.targets import connect, decoder_target
 from lookonce.generation import GenerateOptions, Prompt
 from lookonce.images import ImageRef
@@ -34,8 +34,8 @@ def generate(
             "--video",
             help="Folder with the frames of a video as image files, in the order of their names; repeatable. Videos "
             "come after the images.",
-            exists=True,
-            file_okay=False,
+            metavar="FOLDER",
+            parser=existing_folder,
         ),
     ] = None,
     fps: Annotated[float | None, typer.Option(min=0.001, max=1000.0, help="Frames per second of the videos.")] = None,
@@ -59,7 +59,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="With --json: report each token's log probability, and so many others.")
     ] = None,
-    request_id: Annotated[str | None, typer.Option(help="Id of the request in the logs of the services.")] = None,
+    request_id: Annotated[
+        str | None, typer.Option(help="Id of the request in the logs of the services.", callback=filled)
+    ] = None,
     target: Target = None,
     timeout_s: Timeout = 120.0,
     sampling: GenerateOptions,

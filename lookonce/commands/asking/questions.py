@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from lookonce.client import Client
+from lookonce.commands.options import utf8
 from lookonce.generation import Message, Prompt, TextPrompt
 from lookonce.images import ImageRef
 from lookonce.sdk.connection.channel import Deadline
@@ -18,7 +19,7 @@ from lookonce.videos import Video
 def question_of(text: str) -> str:
     """Returns the question; `-` stands for standard input. Raises BadParameter if that is empty or no text."""
     if text != "-":
-        return text
+        return utf8(text) or ""
     try:
         read = sys.stdin.read().strip()
     except UnicodeDecodeError:

@@ -10,7 +10,9 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from lookonce.commands.options import MAX_UINT32, MAX_UINT64
+from lookonce.commands.options import MAX_UINT32, MAX_UINT64, filled
+from lookonce.commands.output import harmless
+from lookonce.commands.pictures import existing_file
 from lookonce.generation import GenerateOptions
 
 _Flag = inspect.Parameter
@@ -35,16 +37,25 @@ _FLAGS: Sequence[_Flag] = (
     _flag("logit_bias", list[str], "TOKEN_ID=VALUE: adds to the token's logit, -100 to 100; repeatable."),
     _flag("seed", int, "Makes sampling repeatable.", min=0, max=MAX_UINT64),
     _flag("stop", list[str], "Text before which the answer ends; repeatable."),
-    _flag("stop_token_ids", list[int], "Token with which the answer ends; repeatable.", "--stop-token-id", min=0),
+    _flag(
+        "stop_token_ids",
+        list[int],
+        "Token with which the answer ends; repeatable.",
+        "--stop-token-id",
+        min=0,
+        max=MAX_UINT32,
+    ),
     _flag("ignore_eos", bool, "Go on after the model's end of an answer.", "--ignore-eos"),
-    _flag("json_schema", str, "JSON schema of the answer, or @FILE with it."),
-    _flag("regex", str, "Regular expression of the answer, or @FILE with it."),
-    _flag("grammar", str, "Grammar of the answer in EBNF, or @FILE with it."),
+    _flag("json_schema", str, "JSON schema of the answer, or @FILE with it.", callback=filled),
+    _flag("regex", str, "Regular expression of the answer, or @FILE with it.", callback=filled),
+    _flag("grammar", str, "Grammar of the answer in EBNF, or @FILE with it.", callback=filled),
     _flag("priority", int, "Requests with a lower number run earlier. Default: 0.", min=-(2**31), max=2**31 - 1),
-    _flag("cache_salt", str, "Share the prefix cache only with requests of the same salt."),
-    _flag("adapter", str, "Name of a LoRA adapter."),
+    _flag("cache_salt", str, "Share the prefix cache only with requests of the same salt.", callback=filled),
+    _flag("adapter", str, "Name of a LoRA adapter.", callback=filled),
     _flag("bypass_prefix_cache", bool, "Neither read nor write the prefix cache.", "--bypass-prefix-cache"),
 )
+# Largest file of a grammar or schema.
+_MAX_FILE_BYTES = 1 << 20
 _TEXTS_OR_FILES = ("json_schema", "regex", "grammar")
 
 
@@ -70,20 +81,28 @@ def _options(given: dict[str, Any]) -> GenerateOptions:
         options["logit_bias"] = dict(map(_bias, options["logit_bias"]))
     for name in _TEXTS_OR_FILES:
         if str(options.get(name, "")).startswith("@"):
-            options[name] = _content(pathlib.Path(options[name][1:]))
+            options[name] = _content(existing_file(options[name][1:]))
     return cast(GenerateOptions, options)
 
 
 def _content(path: pathlib.Path) -> str:
+    """Returns the text of a file. Raises BadParameter if it is too large or no text."""
+    with path.open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise typer.BadParameter(f"{harmless(path)} has more than {_MAX_FILE_BYTES >> 20} MiB")
     try:
-        return path.read_text("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise typer.BadParameter(f"{path} is no text in UTF-8") from None
+        raise typer.BadParameter(f"{harmless(path)} is no text in UTF-8") from None
 
 
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, value = text.partition("=")
     try:
-        return int(token_id), float(value)
+        bias = int(token_id), float(value)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not TOKEN_ID=VALUE", param_hint="--logit-bias") from None
+    if not (0 <= bias[0] <= MAX_UINT32 and -100 <= bias[1] <= 100):
+        raise typer.BadParameter(f"{text!r} is no token with a value of -100 to 100", param_hint="--logit-bias")
+    return bias

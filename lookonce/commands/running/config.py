@@ -40,6 +40,8 @@ def show(
 
     Secrets are masked. Each value has its origin: flag, environment, file (--config FILE.toml) or default.
     """
+    if k8s and as_json:
+        raise typer.BadParameter("give --json or --k8s: each is a form of the output")
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
     settings, origins = settings_with_origins(settings_class(service), arguments, f"{service}_svc")
     if k8s:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import webbrowser
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.markup import escape
@@ -18,10 +18,12 @@ from lookonce.commands.options import filled
 from lookonce.commands.output import err, out, say
 from lookonce.commands.running.service_flags import service_flags
 from lookonce.commands.running.services import Service
+from lookonce.devices.registry import check_device
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings
 from lookonce.local.serve_extra import GATEWAY_MODULES, require_packages, require_serve_packages
 from lookonce.local.stack_record import StackRecord
+from lookonce.server.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from lookonce.local.local_stack import LocalStack
@@ -34,6 +36,21 @@ _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
+def _element_type(value: str) -> str:
+    """Refuses a type that no service has, before a model is downloaded."""
+    choices = get_args(ServiceSettings.model_fields["dtype"].annotation)
+    if value not in choices:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+    return value
+
+
+def _device(value: str) -> str:
+    """Refuses a device that is not installed, before a model is downloaded."""
+    filled(value)
+    check_device(value)
+    return value
+
+
 def up(
     context: typer.Context,
     model: Annotated[
@@ -44,12 +61,14 @@ def up(
         str | None,
         typer.Option(help="Redis to use. Default: LOOKONCE_REDIS_URL, else a new server.", callback=filled),
     ] = None,
-    decoders: Annotated[int, typer.Option(min=1, help="Number of decoders.")] = 1,
-    encoders: Annotated[int, typer.Option(min=1, help="Number of encoders.")] = 1,
+    decoders: Annotated[int, typer.Option(min=1, max=64, help="Number of decoders.")] = 1,
+    encoders: Annotated[int, typer.Option(min=1, max=64, help="Number of encoders.")] = 1,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first decoder; 0 is a free one.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.", callback=_element_type)
+    ] = "auto",
     device: Annotated[
-        str, typer.Option(help="Device of the model: auto, cpu, cuda, or one of a plug-in.", callback=filled)
+        str, typer.Option(help="Device of the model: auto, cpu, cuda, or one of a plug-in.", callback=_device)
     ] = "auto",
     playground: Annotated[
         bool, typer.Option("--playground", help="Also run the gateway with its playground, and open it in a browser.")

@@ -291,7 +291,7 @@ def test_models_lists_every_family_in_a_line() -> None:
 
 def test_models_imports_neither_torch_nor_transformers() -> None:
     script = (
-        "import sys; from lookonce.cli import app; app(['models'], standalone_mode=False); "
+        "import sys; from lookonce.commands.application import app; app(['models'], standalone_mode=False); "
         "heavy = {'torch', 'transformers', 'numpy', 'PIL'} & sys.modules.keys(); sys.exit(str(heavy) if heavy else 0)"
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
