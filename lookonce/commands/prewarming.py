@@ -137,7 +137,9 @@ def _called(client: Client, images: dict[pathlib.Path, ImageRef], timeout_s: flo
         # All images have the same options. The server names a field of its request.
         flag = _FLAGS.get(error.field.rpartition(".")[2])
         if flag is not None:
-            raise InvalidParameterError(flag, error.description) from None
+            refusal = InvalidParameterError(flag, error.description)
+            refusal.request_id = error.request_id
+            raise refusal from None
         return _each_alone(client, images, error, timeout_s)
     except LookonceError as error:
         return _each_alone(client, images, error, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pathlib
 import random
 import secrets
@@ -20,9 +21,9 @@ from lookonce.commands.bench.load import Load, Measured
 from lookonce.commands.bench.plot import svg
 from lookonce.commands.bench.report import as_object, lines, report_of
 from lookonce.commands.bench.workload import Question, WorkloadOptions, arrival_times, questions
-from lookonce.commands.options import Target, Timeout
-from lookonce.commands.output import err, print_rows, say
-from lookonce.commands.pictures import files_below, is_image
+from lookonce.commands.options import Target, Timeout, utf8
+from lookonce.commands.output import complain, err, harmless, print_rows, say
+from lookonce.commands.pictures import existing_path, files_below, is_image
 from lookonce.commands.targets import decoder_target
 from lookonce.generation import GenerateOptions
 from lookonce.local.cli_settings import CliSettings
@@ -31,10 +32,15 @@ _PROMPT = "What is in the picture?"
 _MAX_TOKENS = 16
 
 
-def _in_a_folder(path: pathlib.Path | None) -> pathlib.Path | None:
-    """Refuses a file whose folder does not exist, before a run whose figures could not be written."""
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
+def _writable(text: str) -> pathlib.Path:
+    """Refuses a file that cannot be written, before a run whose figures it would get."""
+    path = pathlib.Path(text)
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {harmless(path.parent)}")
+    if not text or path.is_dir():
+        raise typer.BadParameter(f"{harmless(text) or repr(text)} is a folder or empty; name a file")
+    if text != "-" and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{harmless(text)} cannot be written")
     return path
 
 
@@ -55,7 +61,11 @@ def bench(
     ] = 0.5,
     pictures: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(help="Image file or folder with some; repeatable. Default: drawn pictures.", exists=True),
+        typer.Option(
+            help="Image file or folder with some; repeatable. Default: drawn pictures.",
+            metavar="FILE|FOLDER",
+            parser=existing_path,
+        ),
     ] = None,
     pictures_per_request: Annotated[int, typer.Option(min=0, help="Pictures that each request shows.")] = 1,
     size: Annotated[int, typer.Option(min=8, max=8192, help="Width and height of drawn pictures, pixels.")] = 448,
@@ -65,10 +75,13 @@ def bench(
     ] = None,
     json_file: Annotated[
         pathlib.Path | None,
-        typer.Option("--json", help="File for all figures and each request; - is stdout.", callback=_in_a_folder),
+        typer.Option(
+            "--json", help="File for all figures and each request; - is stdout.", metavar="FILE", parser=_writable
+        ),
     ] = None,
     plot: Annotated[
-        pathlib.Path | None, typer.Option(help="SVG file for a plot of the latencies.", callback=_in_a_folder)
+        pathlib.Path | None,
+        typer.Option(help="SVG file for a plot of the latencies.", metavar="FILE", parser=_writable),
     ] = None,
     target: Target = None,
     timeout_s: Timeout = 120.0,
@@ -77,10 +90,11 @@ def bench(
     """Ask many questions about pictures and report times, rates and the source of the image rows.
 
     Nothing is repeated: a refusal counts as a failure. Greedy answers of 16 tokens unless sampling options say
-    otherwise. Exit status 1 says that a request failed.
+    otherwise. Exit status 1 says that a request failed, or that a file could not be written.
     """
     if callers is not None and rate is not None:
         raise typer.BadParameter("give --callers for a closed loop, or --rate for an open one")
+    utf8(prompt)
     seed = secrets.randbits(32) if workload_seed is None else workload_seed
     numbers = random.Random(seed)
     shape = WorkloadOptions(requests + warm_up, pictures_per_request, reuse, size)
@@ -90,20 +104,23 @@ def bench(
     measured = _measured(decoder_target(target), prompt, options, asked, warm_up, times_s, callers or 4)
     report = report_of(measured)
     title = f"{callers or 4} callers" if rate is None else f"{rate:g} requests per second"
-    if json_file is not None:
-        described = {
-            "prompt": prompt, "callers": None if rate else callers or 4, "rate_per_s": rate, "reuse": reuse,
-            "pictures_per_request": pictures_per_request, "workload_seed": seed,
-            **{name: value for name, value in options.items() if name != "timeout_s"},
-        }  # fmt: skip
-        _write(json_file, json.dumps(as_object(report, described, measured)) + "\n")
-    if plot is not None:
-        _write(plot, svg(measured, f"{title}, {reuse:.0%} of pictures seen before"))
-    if str(json_file) != "-":
+    described = {
+        "prompt": prompt, "callers": None if rate else callers or 4, "rate_per_s": rate, "reuse": reuse,
+        "pictures_per_request": pictures_per_request, "workload_seed": seed,
+        **{name: value for name, value in options.items() if name != "timeout_s"},
+    }  # fmt: skip
+    everything = json.dumps(as_object(report, described, measured)) + "\n"
+    drawn = None if plot is None else svg(measured, f"{title}, {reuse:.0%} of pictures seen before")
+    if str(json_file) == "-":
+        sys.stdout.write(everything)
+        json_file = None
+    else:
         print_rows(("figure", "value"), [("load", title), ("workload seed", str(seed)), *lines(report)])
     for error, number in report.errors.items():
         say(f"{number} failed: {error}")
-    if report.num_failed:
+    # Files come last: one that cannot be written takes no figures along.
+    are_written = [_is_written(json_file, everything), _is_written(plot, drawn)]
+    if report.num_failed or not all(are_written):
         raise typer.Exit(1)
 
 
@@ -150,8 +167,13 @@ def _files(paths: Sequence[pathlib.Path]) -> list[pathlib.Path]:
     return images
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
+def _is_written(path: pathlib.Path | None, text: str | None) -> bool:
+    """Writes a file, if there is one to write. Says why if that fails."""
+    if path is None or text is None:
+        return True
+    try:
         path.write_text(text, "utf-8")
+    except OSError as error:
+        complain(f"{path}: {error.strerror or error}")
+        return False
+    return True

@@ -5,9 +5,22 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from dataclasses import dataclass
 
 # Coloured fields of a picture, along each side.
 _FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A picture that is drawn when a request needs it: the same file each time."""
+
+    seed: int
+    size_px: int
+
+    def png(self) -> bytes:
+        """Returns the file. Takes milliseconds, and a second for the largest pictures: keep it off event loops."""
+        return draw_picture(random.Random(self.seed), self.size_px)
 
 
 def draw_picture(numbers: random.Random, size_px: int) -> bytes:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lookonce.aio import AsyncClient
+from lookonce.commands.bench.drawing import Drawing
 from lookonce.commands.bench.workload import Question
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, Usage
+
+# Time before a planned arrival at which its pictures are drawn.
+_DRAWING_LEAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Load:
     async def warm_up(self, questions: Sequence[Question]) -> None:
         """Sends requests one after another and measures nothing. Raises the error of one that fails."""
         for question in questions:
-            await self._client.generate(self._prompt, question.pictures, **self._options)
+            await self._client.generate(self._prompt, await _files_of(question), **self._options)
 
     async def closed_loop(self, questions: Sequence[Question], num_callers: int) -> list[Measured]:
         """Sends the requests from so many callers, each of which waits for an answer before its next request."""
@@ -65,19 +70,25 @@ class Load:
         return [task.result() for task in tasks]
 
     async def _call(self, waiting: Iterator[Question]) -> list[Measured]:
-        return [await self._ask(question, time.monotonic()) for question in waiting]
+        measured = []
+        for question in waiting:
+            files = await _files_of(question)
+            measured.append(await self._ask(question, files, time.monotonic()))
+        return measured
 
     async def _arrive(self, question: Question, at_s: float) -> Measured:
         start_s = self._begin_s + at_s
+        await asyncio.sleep(start_s - _DRAWING_LEAD_S - time.monotonic())
+        files = await _files_of(question)
         await asyncio.sleep(start_s - time.monotonic())
-        return await self._ask(question, start_s)
+        return await self._ask(question, files, start_s)
 
-    async def _ask(self, question: Question, start_s: float) -> Measured:
+    async def _ask(self, question: Question, files: Sequence[bytes | pathlib.Path], start_s: float) -> Measured:
         first_s: float | None = None
         usage: Usage | None = None
         error = ""
         try:
-            async with self._client.stream(self._prompt, question.pictures, **self._options) as stream:
+            async with self._client.stream(self._prompt, files, **self._options) as stream:
                 async for _ in stream:
                     first_s = first_s or time.monotonic()
                 usage = stream.usage
@@ -94,3 +105,11 @@ class Load:
             usage,
             error,
         )
+
+
+async def _files_of(question: Question) -> list[bytes | pathlib.Path]:
+    """Returns the pictures of a request as the client takes them; draws them in a thread."""
+    return [
+        await asyncio.to_thread(picture.png) if isinstance(picture, Drawing) else picture
+        for picture in question.pictures
+    ]

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lookonce.commands.bench.drawing import draw_picture
+from lookonce.commands.bench.drawing import Drawing
 
-Picture: TypeAlias = bytes | pathlib.Path
-"""The bytes of a drawn picture, or the path of a file, which the client reads for each request."""
+Picture: TypeAlias = Drawing | pathlib.Path
+"""A picture to draw, or the path of a file, which the client reads for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def arrival_times(num_requests: int, rate_per_s: float, numbers: random.Random) 
 
 def _drawn(numbers: random.Random, size_px: int) -> Iterator[Picture]:
     while True:
-        yield draw_picture(numbers, size_px)
+        yield Drawing(numbers.getrandbits(64), size_px)
 
 
 def _choose(
