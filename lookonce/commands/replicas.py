@@ -110,7 +110,7 @@ def _metrics_of(address: str) -> Reading:
     page = read_metrics(address, TIMEOUT_S)
     at_s = time.monotonic()
     if page.has(_ENCODER):
-        return Reading(at_s, _encoder_gauges(page), _encoder_counters(page), "encoder")
+        return Reading(at_s, _encoder_gauges(page), encoder_counters(page), "encoder")
     if page.has(_DECODER):
         return Reading(at_s, _decoder_gauges(page), _decoder_counters(page), "decoder")
     return Reading(at_s, fault="shows no metrics of an encoder or a decoder")
@@ -147,7 +147,7 @@ def _encoder_gauges(page: MetricsPage) -> dict[str, float]:
     }
 
 
-def _encoder_counters(page: MetricsPage) -> dict[str, float]:
+def encoder_counters(page: MetricsPage) -> dict[str, float]:
     queries, hits = (
         {tier: page.total(f"{_ENCODER}cache_{name}_total", tier=tier) for tier in ("local", "shared")}
         for name in ("queries", "hits")

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from lookonce.commands.prewarming import EncodeOptions, prewarm
-from lookonce.errors import ImageUndecodableError, UnavailableError
+from lookonce.errors import ImageUndecodableError, InvalidParameterError, UnavailableError
 from lookonce.images import ImageRef
 from lookonce.testing import FakeServer
 from tests.lookonce.command import clean_environment, run_here
@@ -115,6 +115,46 @@ def test_files_are_read_while_calls_run_and_never_all_at_once(tmp_path: pathlib.
         list(prewarm(client, paths, EncodeOptions(None, False, 5.0), 1))  # type: ignore[arg-type]
     assert client.sizes[:2] == [32, 32]
     assert len(client.sizes) < 6, "after such an error no further calls begin"
+
+
+def test_an_option_that_the_model_lacks_is_one_error_with_its_flag(tmp_path: pathlib.Path) -> None:
+    """A stand-in for the client refuses as an encoder does."""
+    paths = [tmp_path / f"{number}" for number in range(3)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    refusal = InvalidParameterError("items[0].image.max_pixels", "this model has no such option")
+    refusal.request_id = "a1"
+
+    class Refusing:
+        def lookup(self, images: list[ImageRef], *, timeout_s: float) -> list[bool]:
+            return []
+
+        def encode(self, images: list[ImageRef], *, timeout_s: float) -> list[ImageRef]:
+            raise refusal
+
+    with pytest.raises(InvalidParameterError) as caught:
+        list(prewarm(Refusing(), paths, EncodeOptions(9, False, 5.0), 1))  # type: ignore[arg-type]
+    assert caught.value.message == "--max-pixels: this model has no such option"
+    assert caught.value.request_id == "a1", "a server was asked, so that the exit status is 1"
+
+
+async def test_such_a_refusal_of_a_server_is_no_wrong_command_line(pictures: pathlib.Path) -> None:
+    async with running_system() as system:
+        status, shown, said = await encoded(system, str(pictures), "--beside-others", folder=pictures)
+    assert (status, len(shown.splitlines())) == (1, 1)
+    assert said.splitlines()[-1] == "error: --beside-others: makes no difference here"
+
+
+def test_names_of_files_lose_their_control_characters(
+    environment: dict[str, str], pictures: pathlib.Path, server: FakeServer
+) -> None:
+    folder = pictures / "more"
+    (folder / "a.png").rename(folder / "red\x1b[31m\x9b.png")
+    (folder / "new\nline\x07.txt").write_text("no picture")
+    with contextlib.closing(Terminal(environment, "encode", str(folder), term="xterm")) as terminal:
+        for shown in ("new\\nline\N{REPLACEMENT CHARACTER}.txt: no image", "red\N{REPLACEMENT CHARACTER}[31m"):
+            terminal.until(shown)
+        assert terminal.process.wait(60) == 0
 
 
 def test_on_a_terminal_a_table_follows_the_progress(environment: dict[str, str], pictures: pathlib.Path) -> None:

@@ -74,3 +74,43 @@ def test_ctrl_c_ends_encode_while_calls_are_running(
 
     monkeypatch.setattr(server.images, "shown", hold)
     assert interrupted(started(environment, "encode", str(pictures)), held) == (130, [])
+
+
+def shell(environment: dict[str, str], redirections: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose streams a shell redirects."""
+    command = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "lookonce.cli", *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirections", "arguments", "status", "said"),
+    [
+        (">&-", ["lookup", "README.md"], 0, ""),
+        ("<&-", ["generate", "-"], 2, "standard input is empty"),
+        ("<&-", ["chat"], 0, ""),
+        ("<&- >&- 2>&-", ["models"], 0, ""),
+        (">/dev/full", ["lookup", "README.md"], 1, "error: stdout: No space left on device"),
+        (">/dev/full", ["generate", "what?"], 1, "error: stdout: No space left on device"),
+    ],
+)
+def test_closed_and_full_streams_are_no_traceback(
+    environment: dict[str, str], redirections: str, arguments: list[str], status: int, said: str
+) -> None:
+    finished = shell(environment, redirections, *arguments)
+    assert (finished.returncode, finished.stdout) == (status, ""), finished.stderr
+    assert said in finished.stderr
+    assert finished.stderr.count("error: ") <= 1
+    assert "Traceback" not in finished.stderr
+
+
+def test_ctrl_c_while_the_commands_are_loading_is_quiet(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    """A module that loads forever stands in for one of the libraries."""
+    (tmp_path / "typer.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
+    with started(environment | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}, "models") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")

@@ -7,14 +7,17 @@ import json
 import os
 import pathlib
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from lookonce.commands.replicas import Reading, Replica
+from lookonce.commands.replicas import Reading, Replica, encoder_counters
 from lookonce.errors import UnavailableError
+from lookonce.local.metrics_page import MetricsPage
 from lookonce.local.stack_record import StackRecord
 from lookonce.server.metrics_endpoint import MetricsEndpoint
 from lookonce.testing import FakeServer
@@ -85,6 +88,55 @@ def test_without_a_target_it_shows_the_running_stack(pages: dict[str, str], tmp_
     decoder = dict(zip(lines[0], lines[1], strict=True))
     assert (decoder["state"], decoder["running"], decoder["KV"], decoder["rows reused"]) == ("up", "3", "50%", "75%")
     assert dict(zip(lines[3], lines[4], strict=True))["cache hits"] == "75%"
+
+
+def test_a_report_without_any_answer_is_a_failure(tmp_path: pathlib.Path) -> None:
+    finished = run_here(clean_environment(tmp_path), "top", "--once", "--interval-s", "0.1", "--metrics", AWAY)
+    assert finished.returncode == 1
+    assert "Connection refused" in finished.stdout
+
+
+def test_bytes_of_another_server_are_not_shown(tmp_path: pathlib.Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"\x1b[31m\x00\x00\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        asked = ("--metrics", f"127.0.0.1:{listening.getsockname()[1]}")
+        finished = run_here(clean_environment(tmp_path), "top", "--once", "--interval-s", "0.1", *asked)
+        answering.join()
+    assert finished.returncode == 1
+    assert "its answer is not HTTP" in finished.stdout
+    assert "\x1b" not in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("queries", "hits", "answered"),
+    [
+        ((8, 4), (4, 2), 6),
+        ((8, 0), (4, 0), 4),
+        # All look-ups ask both caches, which have the same images.
+        ((8, 8), (6, 6), 6),
+        ((8, 8), (2, 6), 6),
+        ((0, 5), (0, 3), 0),
+    ],
+)
+def test_a_lookup_that_both_caches_answer_counts_once(
+    queries: tuple[int, int], hits: tuple[int, int], answered: int
+) -> None:
+    samples = [
+        f'lookonce_encoder_cache_{name}_total{{tier="{tier}"}} {number}'
+        for name, numbers in (("queries", queries), ("hits", hits))
+        for tier, number in zip(("local", "shared"), numbers, strict=True)
+    ]
+    counters = encoder_counters(MetricsPage("\n".join(samples)))
+    assert (counters["lookups"], counters["hits"]) == (queries[0], answered)
 
 
 def test_a_wrong_target_is_refused(command: Command) -> None:

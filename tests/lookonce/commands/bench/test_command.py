@@ -80,6 +80,14 @@ def test_a_wrong_command_line_asks_nothing(
     assert server.requests == []
 
 
+def test_a_file_that_cannot_be_written_takes_no_figures_along(command: Command, tmp_path: pathlib.Path) -> None:
+    finished = command("bench", *SMALL, "--json", "/dev/full", "--plot", str(tmp_path / "run.svg"))
+    assert finished.returncode == 1
+    assert "requests\t12, of which 0 failed\n" in finished.stdout
+    assert "error: /dev/full: No space left" in finished.stderr
+    assert (tmp_path / "run.svg").exists()
+
+
 def test_a_folder_without_pictures_is_refused(command: Command, tmp_path: pathlib.Path) -> None:
     (tmp_path / "empty").mkdir()
     finished = command("bench", "--pictures", str(tmp_path / "empty"))

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from lookonce.commands.bench.drawing import Drawing
 from lookonce.commands.bench.workload import Question, WorkloadOptions, arrival_times, questions
 
 
@@ -27,6 +28,13 @@ def test_the_share_of_pictures_seen_before_is_that_of_the_user(reuse: float, low
         seen.update(question.pictures)
     assert len(seen) == num_new
     assert made(reuse) == asked, "the seed decides"
+
+
+def test_pictures_are_drawn_only_when_they_are_needed() -> None:
+    first, second = (question.pictures[0] for question in made(0.0, num_requests=2))
+    assert isinstance(first, Drawing)
+    assert isinstance(second, Drawing)
+    assert first.png() == first.png() != second.png()
 
 
 def test_a_request_may_show_several_pictures_or_none() -> None:
