@@ -17,7 +17,7 @@ from rich.markup import escape
 from lookonce.commands import cache, encode, machine, top
 from lookonce.commands.asking import chat, generate
 from lookonce.commands.bench import command
-from lookonce.commands.output import complain, err
+from lookonce.commands.output import complain, err, harmless
 from lookonce.commands.running import config, serve, up
 from lookonce.errors import InvalidParameterError, LookonceError, StartupError
 from lookonce.server.setting_names import unknown_variables
@@ -58,7 +58,7 @@ def run() -> Never:
     # Services warn by themselves, and what `token` writes to stderr goes into a file.
     if sys.argv[1:2] not in (["serve"], ["token"]):
         for warning in unknown_variables(os.environ, ServiceSettings.model_fields):
-            err.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+            err.print(f"[bold yellow]warning:[/] {escape(harmless(warning))}", soft_wrap=True)
     try:
         app()
     except LookonceError as error:

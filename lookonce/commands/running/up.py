@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from lookonce.commands.options import filled
-from lookonce.commands.output import err, out, say
+from lookonce.commands.output import err, harmless, out, say
 from lookonce.commands.running.service_flags import service_flags
 from lookonce.commands.running.services import Service
 from lookonce.devices.registry import check_device
@@ -141,7 +141,7 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
     addresses += [("encoder", target) for target in stack.encoder_targets]
     if stack.redis is not None:
         addresses.append(("redis", stack.redis.url))
-    out.print(f"[bold]Lookonce is up[/] with {escape(str(folder))}")
+    out.print(f"[bold]Lookonce is up[/] with {escape(harmless(folder))}")
     if folder.resolve() == _DEMO_MODEL:
         out.print("The demo model knows drawn shapes only, not photographs.")
     for service, address in addresses:

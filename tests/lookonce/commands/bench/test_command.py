@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 
@@ -10,6 +11,7 @@ import pytest
 from lookonce.errors import OverloadedError
 from lookonce.testing import FakeServer
 from tests.lookonce.commands.conftest import Command
+from tests.lookonce.commands.terminal import Terminal
 
 SMALL = ("--requests", "12", "--size", "8", "--workload-seed", "5")
 
@@ -59,6 +61,13 @@ def test_a_failure_while_it_warms_up_ends_the_run(command: Command, server: Fake
     finished = command("bench", *SMALL)
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr.startswith("error: full")
+
+
+def test_a_terminal_shows_progress_before_all_pictures_are_drawn(environment: dict[str, str]) -> None:
+    """Drawing them all would take an hour."""
+    many = ("slow", "--requests", "100000", "--reuse", "0", "--size", "2048", "--callers", "1", "--warm-up", "0")
+    with contextlib.closing(Terminal(environment, "bench", *many, term="xterm")) as terminal:
+        terminal.until("asking")
 
 
 @pytest.mark.parametrize(
