@@ -58,7 +58,9 @@ def test_what_is_no_flag_for_them_is_refused(arguments: list[str], words: str) -
     assert "SECRET" not in caught.value.message
 
 
-@pytest.mark.parametrize("arguments", [["--max-num-seqs", "0"], ["--ttl-s", "long"], ["--ttl-s"], ["--num-threads", "1025"]])
+@pytest.mark.parametrize(
+    "arguments", [["--max-num-seqs", "0"], ["--ttl-s", "long"], ["--ttl-s"], ["--num-threads", "1025"]]
+)
 def test_what_a_service_would_refuse_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=arguments[0]):
         service_flags(arguments, ".")
