@@ -5,7 +5,6 @@ It registers metrics as the services do, with a stand-in engine that reports zer
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def service_metrics(service: Service) -> list[MetricRow]:
         EncoderMetrics(registry)
     else:
         FetchMetrics(registry)
-        facts = EngineFacts(EngineLimits(1, 1, 1, 1, 1, 1, 1, 1), "none", 0, process_id=os.getpid())
+        facts = EngineFacts(EngineLimits(1, 1, 1, 1, 1, 1, 1, 1), "none", 0)
         DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), facts)
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
     try:

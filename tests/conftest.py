@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pathlib
+import signal
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -35,6 +36,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.
 if not pathlib.Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A script's background process ignores Ctrl-C, and so would the programs that tests start, to which some send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a busy machine an example takes any time.
 hypothesis.settings.register_profile("lookonce", deadline=None)

@@ -64,5 +64,5 @@ def test_buf_names_the_plugins_that_are_not_installed(
 ) -> None:
     finished = generate(language, tmp_path, str(tmp_path))
     assert finished.returncode != 0
-    for plugin in plugins:
-        assert f'exec: "{plugin}": executable file not found' in finished.stderr
+    # With the first plugin that is missing, buf may leave out the others.
+    assert any(f'exec: "{plugin}": executable file not found' in finished.stderr for plugin in plugins)

@@ -338,7 +338,7 @@ def test_rows_travel_over_tls(
     proxy = FaultProxy(urllib.parse.unquote(urllib.parse.urlsplit(shared_redis.url).path), context)
     own = f"&ssl_certfile={certificate}&ssl_keyfile={key_file}" if asks_for_certificates else ""
     try:
-        store, key = make_store(f"{proxy.url}?ssl_ca_certs={ca}{own}"), fresh_key()
+        store, key = make_store(f"{proxy.url}?ssl_ca_certs={ca}{own}", budget_s=30.0), fresh_key()
         assert write(store, key, LARGE, memoryview(ROWS))
         assert read_all(store, key) == ROWS
         assert make_store(proxy.url).stat(key) is None, "a certificate of an unknown issuer must not be trusted"
