@@ -135,7 +135,7 @@ class Fields:
         return value
 
     def wrong(self, name: str, description: str) -> InvalidParameterError:
-        """Returns the error for one of the fields."""
+        """Returns the error that names a field whose value is wrong."""
         return InvalidParameterError(f"{self.where}.{name}" if self.where else name, description)
 
     def _typed(self, name: str, kind: str, is_right: Callable[[Any], bool], *, takes_bool: bool = False) -> Any:

@@ -137,7 +137,7 @@ class _Members(Generic[KeyT, LineT]):
         return self._members[key].line
 
     def first(self) -> KeyT:
-        """The member whose turn it is. One must wait."""
+        """The member whose turn it is. At least one must be waiting."""
         ends = {
             key: (member.count + member.next_cost, member.last_turn)
             for key, member in self._members.items()
