@@ -168,7 +168,7 @@ def check_device(setting: str) -> None:
 
 
 def chosen_platform(setting: str) -> DevicePlatform:
-    """Returns the platform for a value of `--device`, as `DeviceRegistry.choose` does for the registry of this process."""
+    """Returns the platform for a value of `--device` among all installed devices; raises what `choose` raises."""
     return installed_devices().choose(setting)
 
 
