@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lookonce import AsyncClient
-from lookonce.generation import GenerateOptions, Generation, Prompt, TokenLogprobs
+from lookonce.generation import GenerateOptions, Generation, Prompt, TokenLogprobs, Usage
 
 _SEEDS = 1 << 64
 # Leaves room for the number of the answer in the 128 characters of a request id.
@@ -51,6 +51,8 @@ class Piece:
     text: str
     # One entry for each token since the piece before, if asked for.
     logprobs: tuple[TokenLogprobs, ...]
+    # Token accounting of the answer up to this piece.
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ class End:
     generation: Generation
     # Those of the tokens after the last piece: they have no text.
     logprobs: tuple[TokenLogprobs, ...]
+
+    @property
+    def usage(self) -> Usage:
+        """Token accounting of the whole answer."""
+        return self.generation.usage
 
 
 Event: TypeAlias = "Piece | End"
@@ -95,7 +102,7 @@ async def _events(
         async for text in stream:
             logprobs = tuple(stream.logprobs[num_sent:])
             num_sent += len(logprobs)
-            yield Piece(index, text, logprobs)
+            yield Piece(index, text, logprobs, stream.usage_so_far)
         yield End(index, stream.generation, tuple(stream.logprobs[num_sent:]))
 
 

@@ -25,10 +25,10 @@ from gateway_svc.apis.content import (
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import chat_logprobs
 from gateway_svc.apis.sampling import SAMPLING, num_answers, sampling_options
-from gateway_svc.apis.usage import chat_usage
+from gateway_svc.apis.usage import StreamedUsage, UsageOptions, chat_usage
 from gateway_svc.errors import body_of, renamed
 from lookonce.errors import LookonceError
-from lookonce.generation import GenerateOptions, TokenLogprobs, Usage
+from lookonce.generation import GenerateOptions, TokenLogprobs
 from lookonce.images import ImageRef
 
 CHAT_FIELDS: Mapping[str, Field] = {
@@ -47,7 +47,7 @@ CHAT_FIELDS: Mapping[str, Field] = {
         "honoured", "`text`. `json_object` and `json_schema` are refused by decoders without structured output."
     ),
     "stream": HONOURED,
-    "stream_options": Field("honoured", "`include_usage`."),
+    "stream_options": Field("honoured", "`include_usage`; with it `continuous_usage_stats`, as vLLM has it."),
     "user": LABEL,
     "safety_identifier": LABEL,
     "prompt_cache_key": Field("label", "Prompts are cached by their content; no key is needed."),
@@ -93,7 +93,7 @@ class ChatRequest:
     # Number of alternatives for each token; None: no log-probabilities.
     num_top: int | None
     streams: bool
-    includes_usage: bool
+    usage_options: UsageOptions
     # Fields of the request by those of the decoder, where they differ.
     names: Mapping[str, str]
 
@@ -119,7 +119,7 @@ class ChatRequest:
             num_each=num_each,
             num_top=num_top,
             streams=streams,
-            includes_usage=includes_usage(fields, streams=streams),
+            usage_options=UsageOptions.parse(fields, streams=streams),
             names={**_NAMES, **({} if fields.raw("max_tokens") is None else {"max_tokens": "max_tokens"})},
         )
 
@@ -150,11 +150,11 @@ class ChatRequest:
     async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
         """Yields chunks of a chat completion, and `[DONE]`."""
         head = _head(context, "chat.completion.chunk")
-        if self.includes_usage:
-            head["usage"] = None
-        usages: dict[int, Usage] = {}
+        usage = StreamedUsage(ask, self.usage_options)
         has_begun = False
         async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
+            usage.note(one)
+            head |= usage.beside_choices
             if not has_begun:
                 has_begun = True
                 for index in range(ask.num_answers):
@@ -163,11 +163,9 @@ class ChatRequest:
             if not isinstance(one, End):
                 yield _chunk(head, one.index, {"content": one.text}, logprobs)
                 continue
-            usages[one.index] = one.generation.usage
             yield _chunk(head, one.index, {}, logprobs, one.generation.finish_reason)
-        if self.includes_usage:
-            ordered = [usages[index] for index in range(ask.num_answers)]
-            yield event({**head, "choices": [], "usage": chat_usage(ordered, ask.num_each)})
+        if self.usage_options.is_included:
+            yield event({**head, "choices": [], "usage": usage.total})
         yield b"data: [DONE]\n\n"
 
     def renamed(self, error: LookonceError) -> LookonceError:
@@ -205,18 +203,6 @@ def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
     if not isinstance(schema, dict | bool):
         raise schema_fields.wrong("schema", "must be a JSON schema")
     return json.dumps(schema)
-
-
-def includes_usage(fields: Fields, *, streams: bool) -> bool:
-    """Returns whether the last event of a stream has the usage."""
-    if fields.raw("stream_options") is None:
-        return False
-    if not streams:
-        raise fields.wrong("stream_options", "is for streams only")
-    options = Fields.of(fields.raw("stream_options"), "stream_options").only("include_usage", "include_obfuscation")
-    if options.flag("include_obfuscation"):
-        raise options.wrong("include_obfuscation", "is not supported")
-    return options.flag("include_usage") or False
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -8,15 +8,14 @@ from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.chat import includes_usage
 from gateway_svc.apis.content import MAX_CHARACTERS, RemoteImage
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import completion_logprobs
 from gateway_svc.apis.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
-from gateway_svc.apis.usage import chat_usage
+from gateway_svc.apis.usage import StreamedUsage, UsageOptions, chat_usage
 from gateway_svc.errors import body_of, renamed
 from lookonce.errors import LookonceError
-from lookonce.generation import GenerateOptions, TextPrompt, TokenLogprobs, Usage
+from lookonce.generation import GenerateOptions, TextPrompt, TokenLogprobs
 from lookonce.images import ImageRef
 
 COMPLETION_FIELDS: Mapping[str, Field] = {
@@ -28,7 +27,7 @@ COMPLETION_FIELDS: Mapping[str, Field] = {
     "max_tokens": Field("honoured", "Default: 16, as OpenAI's."),
     "logprobs": Field("honoured", "At most the decoder's max_logprobs."),
     "stream": HONOURED,
-    "stream_options": Field("honoured", "`include_usage`."),
+    "stream_options": Field("honoured", "`include_usage`; with it `continuous_usage_stats`, as vLLM has it."),
     "user": LABEL,
     "echo": Field("refused", "Not offered yet.", (False,)),
     "best_of": Field("refused", "Not offered yet.", (1,)),
@@ -49,7 +48,7 @@ class CompletionRequest:
     # Whether log-probabilities are asked for.
     has_logprobs: bool
     streams: bool
-    includes_usage: bool
+    usage_options: UsageOptions
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> CompletionRequest:
@@ -75,7 +74,7 @@ class CompletionRequest:
             num_each=num_each,
             has_logprobs=num_top is not None,
             streams=streams,
-            includes_usage=includes_usage(fields, streams=streams),
+            usage_options=UsageOptions.parse(fields, streams=streams),
         )
 
     @property
@@ -105,23 +104,21 @@ class CompletionRequest:
     async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
         """Yields parts of a completion, and `[DONE]`."""
         head = _head(context)
-        if self.includes_usage:
-            head["usage"] = None
-        usages: dict[int, Usage] = {}
+        usage = StreamedUsage(ask, self.usage_options)
         lengths = [0] * ask.num_answers
         async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
+            usage.note(one)
             text, finish_reason = "", None
             if isinstance(one, End):
-                usages[one.index], finish_reason = one.generation.usage, one.generation.finish_reason
+                finish_reason = one.generation.finish_reason
             else:
                 text = one.text
             logprobs = await self._logprobs(one.logprobs, text, lengths[one.index], context)
             lengths[one.index] += len(text)
             choice = {"index": one.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-            yield event({**head, "choices": [choice]})
-        if self.includes_usage:
-            ordered = [usages[index] for index in range(ask.num_answers)]
-            yield event({**head, "choices": [], "usage": chat_usage(ordered, ask.num_each)})
+            yield event({**head, **usage.beside_choices, "choices": [choice]})
+        if self.usage_options.is_included:
+            yield event({**head, "choices": [], "usage": usage.total})
         yield b"data: [DONE]\n\n"
 
     def renamed(self, error: LookonceError) -> LookonceError:

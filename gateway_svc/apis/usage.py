@@ -3,9 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from gateway_svc.answers import Ask, Event
+from gateway_svc.apis.fields import Fields
 from lookonce.generation import Usage
+
+_NONE = Usage(0, 0, 0, 0, 0, 0, 0, queue_time_s=0.0, time_to_first_token_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageOptions:
+    """The wishes of a request about the usage in its stream (`stream_options`)."""
+
+    # Whether the last event has the usage.
+    is_included: bool = False
+    # Whether all other events have the usage so far (an extension of vLLM).
+    is_continuous: bool = False
+
+    @classmethod
+    def parse(cls, fields: Fields, *, streams: bool) -> UsageOptions:
+        """Raises InvalidParameterError for options that are unknown or contradict each other."""
+        if fields.raw("stream_options") is None:
+            return cls()
+        if not streams:
+            raise fields.wrong("stream_options", "is for streams only")
+        options = Fields.of(fields.raw("stream_options"), "stream_options").only(
+            "include_usage", "include_obfuscation", "continuous_usage_stats"
+        )
+        if options.flag("include_obfuscation"):
+            raise options.wrong("include_obfuscation", "is not supported")
+        found = cls(options.flag("include_usage") or False, options.flag("continuous_usage_stats") or False)
+        if found.is_continuous and not found.is_included:
+            raise options.wrong("continuous_usage_stats", "needs include_usage: true")
+        return found
+
+
+class StreamedUsage:
+    """The usage in the events of one stream."""
+
+    def __init__(self, ask: Ask, options: UsageOptions) -> None:
+        self._num_each = ask.num_each
+        self._options = options
+        self._usages = [_NONE] * ask.num_answers
+
+    def note(self, one: Event) -> None:
+        """Takes over the accounting that comes with a piece or an end."""
+        self._usages[one.index] = one.usage
+
+    @property
+    def total(self) -> dict[str, Any]:
+        """The usage of all answers so far."""
+        return chat_usage(self._usages, self._num_each)
+
+    @property
+    def beside_choices(self) -> dict[str, Any]:
+        """The field for an event with choices; empty if the request has not asked for usage."""
+        if not self._options.is_included:
+            return {}
+        return {"usage": self.total if self._options.is_continuous else None}
 
 
 def chat_usage(usages: Sequence[Usage], num_each: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -25,6 +26,7 @@ class Transcript:
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._started = decoder_pb2.StreamStarted()
         self._finished: decoder_pb2.StreamFinished | None = None
 
     @property
@@ -40,6 +42,7 @@ class Transcript:
     def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
         """Adds one event and returns its text, "" for none. Raises InternalError on a gap or a second end."""
         if response.HasField("started"):
+            self._started = response.started
             self._request_id = response.started.request_id
         elif response.HasField("finished"):
             if self._finished is not None:
@@ -57,6 +60,13 @@ class Transcript:
         if delta.text:
             self._pieces.append(delta.text)
         return delta.text
+
+    @property
+    def usage_so_far(self) -> Usage:
+        """The token accounting up to the latest event; zeros before the first one."""
+        if self._finished is not None:
+            return usage_of(self._finished.usage)
+        return replace(usage_of(self._started.usage), completion_tokens=len(self._token_ids))
 
     def generation(self) -> Generation:
         """Returns the whole answer. Raises InternalError if the stream has not finished."""

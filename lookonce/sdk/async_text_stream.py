@@ -73,6 +73,11 @@ class AsyncTextStream(AsyncIterator[str]):
         """Token accounting. Raises InternalError before the iteration has ended."""
         return self.generation.usage
 
+    @property
+    def usage_so_far(self) -> Usage:
+        """Token accounting up to the latest piece: the prompt's, and the tokens generated so far."""
+        return self._transcript.usage_so_far
+
     async def aclose(self) -> None:
         """Ends the request and the iteration. Must not be called while another task waits for the next piece."""
         await self._pieces.aclose()

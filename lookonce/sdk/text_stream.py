@@ -68,6 +68,11 @@ class TextStream(Iterator[str]):
         """Token accounting. Raises InternalError before the iteration has ended."""
         return self.generation.usage
 
+    @property
+    def usage_so_far(self) -> Usage:
+        """Token accounting up to the latest piece: the prompt's, and the tokens generated so far."""
+        return self._transcript.usage_so_far
+
     def close(self) -> None:
         """Ends the request and the iteration."""
         self._closed = True

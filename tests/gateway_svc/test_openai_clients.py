@@ -78,6 +78,26 @@ async def test_a_stream(server: FakeServer, gateway: Gateway) -> None:
     assert chunks[-1].usage.completion_tokens == 3
 
 
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+async def test_every_event_has_the_usage_so_far_where_it_is_asked_for(
+    server: FakeServer, gateway: Gateway, kind: str
+) -> None:
+    options: Any = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if kind == "chat":
+        stream: Any = await gateway.client.chat.completions.create(**asked(("user", QUESTION)), **options, n=2)
+    else:
+        stream = await gateway.client.completions.create(model=MODEL, prompt="hello", n=2, **options)
+    usages = [chunk.usage async for chunk in stream]
+    assert all(usage is not None for usage in usages)
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert (counts[-1], usages[-1].prompt_tokens) == (6, max(usage.prompt_tokens for usage in usages))
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
+    del options["stream_options"]["include_usage"]
+    with pytest.raises(openai.BadRequestError, match="needs include_usage"):
+        await gateway.client.chat.completions.create(**asked(("user", QUESTION)), **options)
+
+
 def synchronous(port: int) -> tuple[str | None, str, str, list[str]]:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client:
         whole = client.chat.completions.create(**asked(("user", "hello")))

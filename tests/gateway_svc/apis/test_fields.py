@@ -14,7 +14,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from gateway_svc.apis import chat, completions, messages, responses, sampling
+from gateway_svc.apis import chat, completions, messages, responses, sampling, usage
 from gateway_svc.apis.chat import CHAT_FIELDS, ChatRequest
 from gateway_svc.apis.completions import COMPLETION_FIELDS, CompletionRequest
 from gateway_svc.apis.fields import EXTENSIONS, Field
@@ -66,7 +66,9 @@ def test_all_fields_of_the_official_client_are_in_the_table(name: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_honoured_field_is_read(name: str) -> None:
     table = TABLES[name][0]
-    source = "".join(pathlib.Path(inspect.getfile(module)).read_text() for module in (MODULES[name], sampling, chat))
+    source = "".join(
+        pathlib.Path(inspect.getfile(module)).read_text() for module in (MODULES[name], sampling, chat, usage)
+    )
     read = {
         node.args[0].value
         for node in ast.walk(ast.parse(source.replace("from __future__ import annotations", "")))
