@@ -18,7 +18,6 @@ from lookonce.commands.options import filled
 from lookonce.commands.output import err, harmless, out, say
 from lookonce.commands.running.service_flags import service_flags
 from lookonce.commands.running.services import Service
-from lookonce.devices.registry import check_device
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings
 from lookonce.local.serve_extra import GATEWAY_MODULES, require_packages, require_serve_packages
@@ -44,13 +43,6 @@ def _element_type(value: str) -> str:
     return value
 
 
-def _device(value: str) -> str:
-    """Refuses a device that is not installed, before a model is downloaded."""
-    filled(value)
-    check_device(value)
-    return value
-
-
 def up(
     context: typer.Context,
     model: Annotated[
@@ -68,7 +60,7 @@ def up(
         str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.", callback=_element_type)
     ] = "auto",
     device: Annotated[
-        str, typer.Option(help="Device of the model: auto, cpu, cuda, or one of a plug-in.", callback=_device)
+        str, typer.Option(help="Device of the model: auto, cpu, cuda, or one of a plug-in.", callback=filled)
     ] = "auto",
     playground: Annotated[
         bool, typer.Option("--playground", help="Also run the gateway with its playground, and open it in a browser.")
@@ -82,13 +74,16 @@ def up(
     require_serve_packages("lookonce up")
     if playground:
         require_packages(GATEWAY_MODULES, "lookonce up --playground", "gateway")
+    from lookonce.devices.registry import check_device
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
     from lookonce.model.model_folder import ModelFolder
 
+    # A device that is not installed is refused before a model is downloaded, and a folder that cannot be served before
+    # anything starts.
+    check_device(device)
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
-    # A folder that cannot be served is refused before anything starts.
     ModelFolder.open(folder)
     named = served_name(model or "", folder)
     flags = service_flags(context.args, str(folder))
