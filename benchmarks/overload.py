@@ -1,8 +1,9 @@
 """How does the decoder behave when more requests arrive than it can answer? `--help` lists the options.
 
-One decoder, called through the SDK. First 200 concurrent requests (closed loop), which gives the speed at saturation;
-then Poisson arrivals at multiples of that speed. Every request then has a deadline: twice the time that it takes when
-the batch is full. Measured are answers in time, the delay of refusals, and that every request ends exactly once.
+One decoder, called through the SDK, with its engine in a thread, then one with a process for it. First 200 concurrent
+requests (closed loop), which gives the speed at saturation; then Poisson arrivals at multiples of that speed. Every
+request then has a deadline: twice the time that it takes when the batch is full. Measured are answers in time, the
+delay of refusals, and that every request ends exactly once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks import models, report
@@ -26,6 +27,7 @@ from lookonce.errors import DeadlineError, LookonceError, OverloadedError
 
 _NAME = "overload"
 _MODELS = {"small-llava": models.small_llava, "demo": models.demo_model}
+_ENGINES = ("thread", "process")
 # Timeout of a request without a meaningful deadline.
 _TIMEOUT_S = 600.0
 _NUM_PROMPTS = 64
@@ -111,24 +113,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of arrivals at random (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20, help="of each load (default: %(default)s)")
     parser.add_argument("--model", default="small-llava", choices=list(_MODELS))
+    parser.add_argument("--engines", nargs="+", default=list(_ENGINES), choices=list(_ENGINES))
     report.add_quick(parser)
     arguments = parser.parse_args()
     load = Load(num_rounds=arguments.rounds, duration_s=arguments.seconds)
     if arguments.quick:
         arguments.model = "demo"
         load = Load(num_concurrent=24, num_running=8, shares=(0.5, 2.0), duration_s=2.0, num_rounds=1, num_tokens=16)
-    figures = asyncio.run(measure(_MODELS[arguments.model](), load))
+        arguments.engines = ["thread"]
+    folder = _MODELS[arguments.model]()
+    figures = {engine: asyncio.run(measure(folder, load, engine)) for engine in arguments.engines}
     report.publish(
         _NAME,
-        {"model": arguments.model, **condensed(figures)},
+        {"model": arguments.model, "engines": {engine: condensed(found) for engine, found in figures.items()}},
         section(arguments.model, figures),
         is_quick=arguments.quick,
     )
 
 
-async def measure(folder: pathlib.Path, load: Load) -> Figures:
-    """All loads against one decoder."""
-    with TextService(folder, ["--max-num-seqs", str(load.num_running)]) as service:
+async def measure(folder: pathlib.Path, load: Load, engine: str) -> Figures:
+    """All loads against one decoder, whose engine is a "thread" or a "process"."""
+    print(f"engine in a {engine}", flush=True)
+    with TextService(folder, ["--max-num-seqs", str(load.num_running), "--engine", engine]) as service:
         async with AsyncClient.connect(service.target, timeout_s=_TIMEOUT_S, max_retries=0) as client:
             rng = random.Random(_NAME)
             asker = _Asker(client, await told_prompts(client, _NUM_PROMPTS, rng), load.num_tokens)
@@ -262,8 +268,26 @@ def condensed(figures: Figures) -> dict[str, object]:
     return record
 
 
-def section(model: str, figures: Figures) -> str:
+def section(model: str, by_engine: Mapping[str, Figures]) -> str:
     """Returns the Markdown of this section of RESULTS.md."""
+    load = next(iter(by_engine.values())).load
+    question = (
+        "## overload\n\nWhat happens when more is asked than can be answered? Goals: everybody hears how it ended, "
+        f"answers in time at {load.shares[-1]:g} of\nthe speed at saturation at least 0.9 of the best, refusals within "
+        "50 ms."
+    )
+    note = (
+        f"Model `{model}`, {load.num_tokens} tokens an answer, prompts seen before, half of the calls streams. The "
+        f"deadline is {load.patience:g} × the time of an\nanswer while {load.num_running} run. {load.num_rounds} "
+        f"rounds of {load.duration_s:g} s and a deadline, of which the first deadline does not count. Saturation:\n"
+        f"{load.num_concurrent} at a time."
+    )
+    tables = [table for engine, figures in by_engine.items() for table in _tables(engine, figures)]
+    return "\n\n".join([question, *tables, note])
+
+
+def _tables(engine: str, figures: Figures) -> list[str]:
+    """Returns the results and the loads with one place of the engine."""
     load, ratios, refused_s = figures.load, figures.goodput_ratios, figures.refused_s
     phases = [figures.full_batch, figures.closed, *itertools.chain.from_iterable(figures.open_loop.values())]
     head = ["load", "answers in time per second", "least … most", "time of an answer", "ok, refused, late, else"]
@@ -272,11 +296,6 @@ def section(model: str, figures: Figures) -> str:
         _row(f"{load.num_concurrent} at a time, no deadline", [figures.closed]),
         *(_row(f"arrivals at {share:g} of that speed", rounds) for share, rounds in figures.open_loop.items()),
     ]
-    question = (
-        "## overload\n\nWhat happens when more is asked than can be answered? Goals: everybody hears how it ended, "
-        f"answers in time at {load.shares[-1]:g} of\nthe speed at saturation at least 0.9 of the best, refusals within "
-        "50 ms."
-    )
     results = [
         [
             "answers in time under the highest load ÷ under the best",
@@ -296,14 +315,8 @@ def section(model: str, figures: Figures) -> str:
             _fraction(sum(phase.num_seen_by_decoder for phase in phases), sum(phase.num_sent for phase in phases)),
         ],
     ]
-    note = (
-        f"Model `{model}`, {load.num_tokens} tokens an answer, prompts seen before, half of the calls streams. "
-        f"Deadline {figures.deadline_s:.2f} s: {load.patience:g} × the time of an answer\nwhile {load.num_running} "
-        f"run. {load.num_rounds} rounds of {load.duration_s:g} s and a deadline, of which the first deadline does not "
-        f"count. Saturation: {load.num_concurrent} at a time."
-    )
-    tables = [report.table(["", "", ""], results), report.table(head, rows)]
-    return "\n\n".join([question, *tables, note])
+    place = f"The engine in a {engine}; deadline {figures.deadline_s:.2f} s:"
+    return [place, report.table(["", "", ""], results), report.table(head, rows)]
 
 
 def _row(name: str, phases: Sequence[Phase]) -> list[str]:

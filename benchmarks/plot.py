@@ -218,14 +218,18 @@ def edge_cost(figures: Mapping[str, Any]) -> Chart:
 
 
 def overload(figures: Mapping[str, Any]) -> Chart:
-    """Answers in time per second, by load."""
+    """Answers in time per second, by load and place of the engine."""
+    engines = figures["engines"]
+    shares = next(iter(engines.values()))["open_loop"]
     return Chart(
         "overload: answers in time per second, by load over what saturates",
         " /s",
-        ("answers in time",),
+        tuple(f"engine in a {engine}" for engine in engines),
         {
-            f"{float(share):g} × saturation": [[phase["goodput"] for phase in phases]]
-            for share, phases in figures["open_loop"].items()
+            f"{float(share):g} × saturation": [
+                [phase["goodput"] for phase in found["open_loop"][share]] for found in engines.values()
+            ]
+            for share in shares
         },
     )
 

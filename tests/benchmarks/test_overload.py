@@ -30,7 +30,7 @@ FIGURES = Figures(
 
 
 def test_every_request_is_answered_and_the_decoder_has_ended_as_many(tmp_path: pathlib.Path) -> None:
-    figures = asyncio.run(measure(build_llava_clip(tmp_path), SHORT))
+    figures = asyncio.run(measure(build_llava_clip(tmp_path), SHORT, "thread"))
     phases = [figures.full_batch, figures.closed, *(found for (found,) in figures.open_loop.values())]
     for one in phases:
         assert one.num_sent == one.num_answered >= one.num_seen_by_decoder > 0
@@ -49,7 +49,8 @@ def test_the_highest_load_is_compared_with_the_best_of_each_round() -> None:
 
 
 def test_the_section_tells_outcomes_and_refusals() -> None:
-    text = section("m", FIGURES)
+    text = section("m", {"process": FIGURES})
+    assert "The engine in a process; deadline 1.00 s:" in text
     assert "| time to a refusal, median and P99 | 10.0 ms | 30.0 ms |" in text
     assert "| answered ÷ sent, and ended by the decoder ÷ sent | 88 ÷ 88 | 88 ÷ 88 |" in text
     assert "| arrivals at 3 of that speed | 7.0 | 5.00 … 9.00 | 0.50 s | 28, 2, 1, 1 |" in text
