@@ -149,3 +149,16 @@ def test_the_engine_s_process_ends_with_a_decoder_that_is_killed_also_in_a_step_
         assert call.result() == "UNAVAILABLE"
         engine.wait(TIMEOUT_S)
         assert not psutil.pid_exists(engine.pid)
+
+
+def test_an_engine_process_that_dies_while_the_decoder_drains_is_a_fault(started: Started) -> None:
+    with started("--engine", "process", "--drain-timeout-s", "60") as decoder, ThreadPoolExecutor(1) as threads:
+        decoder.fault.order(HANG)
+        call = threads.submit(_code, decoder.generate)
+        decoder.until_live(1)
+        (engine,) = psutil.Process(decoder.process.pid).children()
+        decoder.process.send_signal(signal.SIGTERM)
+        assert decoder.next_health() == Health.NOT_SERVING
+        engine.kill()
+        assert call.result() == "UNAVAILABLE"
+        assert decoder.process.wait(TIMEOUT_S) == 1
