@@ -28,7 +28,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test image-test check format lint types imports contract release-contract bench bench-gpu bench-peer wheels docs screenshots families clean
+.PHONY: help venv demo test image-test check format lint types imports contract release-contract bench bench-gpu bench-peer wheels docs docs-site screenshots families clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -106,12 +106,16 @@ docs: $(INSTALLED) ## rewrite the generated parts of documentation and dashboard
 	@$(BIN)/python -m docs.generate_metrics
 	@$(BIN)/python -m docs.generate_gateway
 	@$(BIN)/python -m docs.generate_commands
+	@$(BIN)/python -m docs.generate_contract
 	@$(BIN)/python -m observability.generate_dashboards
+
+docs-site: $(INSTALLED) ## build the documentation as a site in build/site, for reading without a network
+	@$(BIN)/python -m docs.build_site
 
 screenshots: $(INSTALLED) ## photograph the playground for the README; needs chromium and chromium-driver
 	@$(BIN)/python -m docs.screenshots
 
-families: $(INSTALLED) ## run the conformance suite of all families and write its table into the README
+families: $(INSTALLED) ## run the conformance suite of all families and write its table into docs/models.md
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m docs.generate_families
 
 clean: ## remove all installed and generated files

@@ -1,4 +1,4 @@
-"""Runs the conformance suite and writes its results into the README's table of families: `make families`.
+"""Runs the conformance suite and writes its results into the table of docs/models.md: `make families`.
 
 The run takes one to two minutes.
 """
@@ -19,7 +19,7 @@ from lookonce.families.base import Family, Mask, PositionAxes
 from lookonce.families.registry import FAMILIES
 from tests import tiny_families
 
-PAGE = pathlib.Path(__file__).parents[1] / "README.md"
+PAGE = pathlib.Path(__file__).parent / "models.md"
 BEGIN = "<!-- families: written by `make families` from the conformance suite -->"
 END = "<!-- end of families -->"
 SUITE = "tests/parity/test_family_conformance.py"
@@ -51,7 +51,7 @@ def run_suite() -> dict[str, set[str]]:
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-        subprocess.run([*command, SUITE, VIDEO_SUITE], check=False, cwd=PAGE.parent)
+        subprocess.run([*command, SUITE, VIDEO_SUITE], check=False, cwd=PAGE.parents[1])
         passed: dict[str, set[str]] = defaultdict(set)
         videos: dict[str, list[bool]] = defaultdict(list)
         for case in ElementTree.parse(report).getroot().iter("testcase"):

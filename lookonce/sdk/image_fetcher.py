@@ -67,9 +67,11 @@ class _Place:
 class ImageFetcher:
     """Fetches images by http and https from certain hosts. Thread-safe.
 
-    with lookonce.Client.connect(target) as client:
-        fetcher = lookonce.ImageFetcher(["images.example.com", "*.cdn.example.com"])
-        client.generate("What is it?", images=[fetcher.fetch(url)])
+    Fetched images are given to a client like any other:
+
+        with lookonce.Client.connect(target) as client:
+            fetcher = lookonce.ImageFetcher(["images.example.com", "*.cdn.example.com"])
+            client.generate("What is it?", images=[fetcher.fetch(url)])
     """
 
     def __init__(

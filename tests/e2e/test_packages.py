@@ -280,8 +280,10 @@ def test_the_wheel_of_the_source_distribution_equals_that_of_the_tree(
         assert [name for name in one.namelist() if one.read(name) != other.read(name)] == []
 
 
-def _readme_programs() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def _documented_programs() -> list[str]:
+    """Returns the programs that a test runs, of the first page and of the SDK's."""
+    pages = "".join((REPOSITORY / name).read_text() for name in ("README.md", "docs/sdk.md"))
+    return re.findall(r"^<!-- run by \S+ -->\n```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
 
 
 _ASYNC_PROGRAM = """\
@@ -333,12 +335,12 @@ def _checked(programs: Sequence[str], clean: pathlib.Path, folder: pathlib.Path)
 
 
 def test_mypy_checks_a_users_program(clean: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    sdk_programs = [program for program in _readme_programs() if "import grpc" not in program]
-    assert len(sdk_programs) == 2
+    sdk_programs = [program for program in _documented_programs() if "import grpc" not in program]
+    assert len(sdk_programs) == 3
     wrong = sdk_programs[0] + "    answer.text + 1\n    client.generate('x', max_token=3)\n"
     unknown = "import lookonce\n\nlookonce.Cleint\n"
     *right, of_wrong, of_unknown = _checked([*sdk_programs, _ASYNC_PROGRAM, wrong, unknown], clean, tmp_path)
-    assert right == ["", "", ""]
+    assert right == ["", "", "", ""]
     assert "Unsupported operand types" in of_wrong
     assert "max_token" in of_wrong
     assert 'has no attribute "Cleint"' in of_unknown
@@ -354,7 +356,7 @@ def test_mypy_checks_a_program_with_the_stubs(
     (packages,) = clean.parent.glob("lib/python*/site-packages")
     (own_packages,) = python.parent.parent.glob("lib/python*/site-packages")
     (own_packages / "clean.pth").write_text(f"{packages}\n")
-    (program,) = [program for program in _readme_programs() if "import grpc" in program]
+    (program,) = [program for program in _documented_programs() if "import grpc" in program]
     wrong = program + "    event.delta.text + 1\n    event.nothing\n"
     of_right, of_wrong = _checked([program, wrong], python.parent, tmp_path)
     assert of_right == ""

@@ -161,10 +161,10 @@ def test_the_command_shows_a_folder_of_frames(served: Served, tmp_path: pathlib.
     assert expected.usage.encoded_image_tokens == 0
 
 
-def test_the_example_of_the_first_page_runs(served: Served, tmp_path: pathlib.Path) -> None:
+def test_the_example_of_the_sdks_page_runs(served: Served, tmp_path: pathlib.Path) -> None:
     for number, frame in enumerate(videos.frames(41, 4, 640, 480)):
         frame.save(tmp_path / f"{number}.png")
-    page = (REPOSITORY / "README.md").read_text()
+    page = (REPOSITORY / "docs/sdk.md").read_text()
     (example,) = re.findall(r"<!-- run by tests/e2e/test_videos.py -->\n```python\n(.*?)```", page, re.DOTALL)
     code = example.replace("127.0.0.1:50051", served.stack.decoder_targets[0])
     process = subprocess.run(
