@@ -6,6 +6,8 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway_svc.connection_limit import ConnectionLimit
+
 # Time for the head of a request to arrive, and its largest size: clients that never finish one would pile up.
 _HEAD_TIMEOUT_S = 30.0
 _MAX_HEAD_BYTES = 64 << 10
@@ -21,6 +23,8 @@ class HttpConnection(HttpToolsProtocol):
     would pass for those before it (RFC 9110, section 6.5.1).
     """
 
+    # The bound that all connections of one server share.
+    _connections: ConnectionLimit
     _head_timer: asyncio.TimerHandle | None = None
     _stuck_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
@@ -30,14 +34,20 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._connections.opened(self)
         self._await_head()
         self._stuck_timer = self.loop.call_later(_STUCK_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.closed(self)
         self._end_wait()
         if self._stuck_timer is not None:
             self._stuck_timer.cancel()
         super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Ends the connection without an answer."""
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_dropping:
@@ -80,7 +90,13 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._is_dropping:
+            self._connections.works(self)
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.transport.is_closing():
+            self._connections.waits(self)
+        super().on_response_complete()
 
     def timeout_keep_alive_handler(self) -> None:
         """Ends an idle connection, also if its client has not taken the last answer."""
@@ -102,3 +118,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._num_waiting = num_waiting
         self._stuck_timer = self.loop.call_later(_STUCK_S, self._look)
+
+
+def http_connections(limit: ConnectionLimit) -> type[HttpConnection]:
+    """Returns the class of which uvicorn makes a connection for each client of one server."""
+    return type("HttpConnection", (HttpConnection,), {"_connections": limit})

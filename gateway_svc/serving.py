@@ -20,8 +20,9 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway_svc.connection_limit import ConnectionLimit, allowed_connections
 from gateway_svc.endpoints import Endpoints
-from gateway_svc.http_connection import HttpConnection
+from gateway_svc.http_connection import http_connections
 from gateway_svc.settings import GatewaySettings
 from lookonce.errors import ConfigurationError
 from lookonce.logs import get_logger
@@ -50,7 +51,7 @@ async def serve_until_stopped(
     listening = _listening(settings.listen)
     config = uvicorn.Config(
         app,
-        http=HttpConnection,
+        http=http_connections(ConnectionLimit(allowed_connections())),
         ws="none",
         lifespan="off",
         log_config=None,

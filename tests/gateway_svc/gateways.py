@@ -16,8 +16,9 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from gateway_svc.app import open_app
+from gateway_svc.connection_limit import ConnectionLimit
 from gateway_svc.endpoints import Endpoints
-from gateway_svc.http_connection import HttpConnection
+from gateway_svc.http_connection import http_connections
 from gateway_svc.serving import _listening
 from gateway_svc.settings import GatewaySettings
 
@@ -60,13 +61,14 @@ class Gateway:
 
 
 @asynccontextmanager
-async def running_gateway(decoder_target: str, **settings: Any) -> AsyncIterator[Gateway]:
+async def running_gateway(decoder_target: str, max_connections: int = 1000, **settings: Any) -> AsyncIterator[Gateway]:
     """Starts a gateway, on a free port unless `listen` names one, and ends it."""
     registry = CollectorRegistry()
     chosen = GatewaySettings(decoder_target=decoder_target, **{"listen": "127.0.0.1:0", **settings})
     async with open_app(chosen, registry) as (app, endpoints):
         listening = _listening(chosen.listen)
-        config = uvicorn.Config(app, http=HttpConnection, ws="none", lifespan="off", log_config=None, access_log=False)
+        http = http_connections(ConnectionLimit(max_connections))
+        config = uvicorn.Config(app, http=http, ws="none", lifespan="off", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([listening]))
         while not server.started:
