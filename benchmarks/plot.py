@@ -102,9 +102,9 @@ def two_replicas(figures: Mapping[str, Any]) -> Chart:
     return Chart(
         "two_replicas: requests per second on the same CPUs",
         " req/s",
-        ("two decoders, one encoder", "two vLLM engines"),
+        ("requests as the SDK places them", "requests in turns", "two vLLM engines, in turns"),
         {
-            name: [_speeds(rounds, side, "ours") for side in ("ours", "peer")]
+            name: [_speeds(rounds, side, "ours") for side in ("placed", "ours", "peer")]
             for name, rounds in figures["workloads"].items()
         },
     )
