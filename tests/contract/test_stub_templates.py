@@ -54,7 +54,7 @@ def test_stubs_are_generated(language: str, tmp_path: pathlib.Path) -> None:
     ("language", "plugins"),
     [
         ("go", ["protoc-gen-go", "protoc-gen-go-grpc"]),
-        ("java", ["protoc-gen-grpc-java"]),
+        ("java", ["protoc", "protoc-gen-grpc-java"]),
         ("rust", ["protoc-gen-prost", "protoc-gen-tonic"]),
         ("typescript", ["protoc-gen-ts_proto"]),
     ],
