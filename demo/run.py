@@ -19,6 +19,7 @@ from rich.table import Table
 
 from demo.questions import DemoQuestion, demo_session
 from lookonce.client import Client
+from lookonce.commands.running.found_encoders import wait_until_encoders_are_found
 from lookonce.errors import LookonceError
 from lookonce.generation import Message, Usage
 from lookonce.images import ImageRef
@@ -70,6 +71,7 @@ def _run(model: pathlib.Path, console: Console) -> int:
     started_s = time.monotonic()
     console.print("[bold]Lookonce demo[/]: starting Redis, an encoder and a decoder ...")
     with LocalStack(model) as stack:
+        wait_until_encoders_are_found(stack.decoder_targets)
         console.print(f"Up after {time.monotonic() - started_s:.1f} s; everything runs on this machine's CPU.")
         console.print("The demo model knows drawn shapes only, not photographs.\n")
         with Client.connect(stack.decoder_targets[0], stack.encoder_targets[0]) as client:

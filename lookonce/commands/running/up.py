@@ -74,6 +74,7 @@ def up(
     require_serve_packages("lookonce up")
     if playground:
         require_packages(GATEWAY_MODULES, "lookonce up --playground", "gateway")
+    from lookonce.commands.running.found_encoders import wait_until_encoders_are_found
     from lookonce.devices.registry import check_device
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
@@ -107,6 +108,7 @@ def up(
                 on_progress=lambda text: status.update(f"{text} …"),
             )
             exits.enter_context(stack)
+            wait_until_encoders_are_found(stack.decoder_targets)
         record = _record_of(stack)
         record.write(settings.record_dir)
         exits.callback(record.remove, settings.record_dir)
