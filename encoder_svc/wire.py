@@ -46,7 +46,7 @@ def parse_options(
     | pb.EvictEmbeddingsRequest
     | common_pb2.ImageSource,
 ) -> ProcessorOptions:
-    """The fields of a message about images or keys that are part of the cache key."""
+    """Returns those options of a message that are part of the key under which rows are cached."""
     frame_size = (message.frame_size.width, message.frame_size.height) if message.HasField("frame_size") else None
     return ProcessorOptions(
         message.max_pixels if message.HasField("max_pixels") else None, message.beside_others, frame_size

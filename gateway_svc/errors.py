@@ -103,9 +103,10 @@ def presentable(error: LookonceError) -> LookonceError:
 
 
 def renamed(error: LookonceError, names: Mapping[str, str], images: Sequence[str]) -> LookonceError:
-    """Returns an error that names the field of the request in place of the decoder's.
+    """Returns an error of the decoder with the name that the caller's request has for the field.
 
-    `names` has fields of the request by those of the decoder without `sampling.`, and `images` the place of each image.
+    `names` maps a name of the decoder (`max_tokens`, without `sampling.`) to the caller's name. `images` has the place
+    of each image in the caller's request.
     """
     field = error.metadata.get("field") or error.message.partition(": ")[0]
     if not _CONTRACT_FIELD.fullmatch(field):

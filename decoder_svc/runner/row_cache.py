@@ -88,7 +88,7 @@ class RowCache:
 
 
 def _copied(rows: Tensor) -> Tensor:
-    """Returns a copy, since a view keeps the memory of the dropped rows; a view if no memory is left for a copy."""
+    """Returns a copy of a view, which would keep the memory of dropped rows. Without memory for it: the view."""
     try:
         return rows.clone()
     except (MemoryError, RuntimeError) as error:

@@ -124,7 +124,7 @@ class Removals:
         return any(encode.is_forgotten for encode in self._in_progress.get(key.value, ()))
 
     def hold(self, encode: EncodeInProgress, lease_token: bytes) -> None:
-        """Notes the lease that the encode holds now, unless it comes so late that a removal may not revoke it."""
+        """Notes the lease of an encode, so that a removal can revoke it. A lease that comes too late is not noted."""
         if time.monotonic() - encode.began_s <= self._settle_s:
             encode.lease_token = lease_token
 

@@ -25,7 +25,7 @@ MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True)
 class FlashFunctions:
-    """The functions of the package that are used."""
+    """The functions of flash-attn that the backend calls."""
 
     varlen: Callable[..., Tensor]
     with_kvcache: Callable[..., Tensor]
