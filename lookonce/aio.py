@@ -279,7 +279,8 @@ class AsyncClient:
         """
         deadline = self._options.deadline(timeout_s)
         try:
-            await asyncio.wait_for(self._connection.decoder_channel.channel_ready(), deadline.remaining_s())
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._connection.decoder_channel.channel_ready()
         except TimeoutError:
             raise not_ready_error() from None
         except grpc.aio.UsageError:

@@ -142,7 +142,8 @@ class AsyncCalls(_Calls[asyncio.Event]):
     async def pause(self, pause_s: float) -> None:
         """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._closed.wait()
         self.check_open()
 
     async def unary(

@@ -33,7 +33,9 @@ async def run_until(
     """Returns the result of `function`, or raises its error. Raises DeadlineError while it still waits or runs."""
     remaining_s = deadline.remaining_s()
     try:
-        return await asyncio.wait_for(run_in_thread(threads, function, *arguments), remaining_s)
+        # Python 3.11's `wait_for` keeps the result and loses a cancellation that comes with it.
+        async with asyncio.timeout(remaining_s):
+            return await run_in_thread(threads, function, *arguments)
     except TimeoutError:
         # It may also be the function's own.
         if not deadline.has_passed():

@@ -77,7 +77,12 @@ class FakeServer:
         self._ended.clear()
         server = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fake-server"),
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)],
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                # An answer may be held back for minutes, during which clients ping; the services allow as much.
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+            ],
         )
         server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(_HEALTH, {"Watch": self._watch_handler()})]
