@@ -41,8 +41,13 @@ if not pathlib.Path("/dev/nvidiactl").exists():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a busy machine an example takes any time, and so does making one.
-hypothesis.settings.register_profile("lookonce", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# On a busy machine an example takes any time, and so does making one. Fixtures that the examples of a test share are
+# meant so.
+hypothesis.settings.register_profile(
+    "lookonce",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
 hypothesis.settings.load_profile("lookonce")
 
 REPOSITORY = pathlib.Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -15,7 +15,7 @@ from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.service import LoadedText
 
 ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("é€😀☃️漢字 \ufffd\u200d")), max_size=30)
-FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+FIXTURES = settings(max_examples=200)
 
 
 def pieces_of(tokenizer: TextTokenizer, token_ids: list[int]) -> list[str]:

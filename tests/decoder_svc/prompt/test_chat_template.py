@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_svc.prompt.chat_template import ChatTemplate
@@ -83,7 +83,7 @@ SPELLED = ["<image>", "<|image_pad|>", "<|im_end|>", "</s>", "<s>", "<", "image>
 
 
 @given(st.lists(st.lists(st.sampled_from(SPELLED), max_size=4).map("".join), min_size=1, max_size=4))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_users_can_spell_control_tokens_but_not_write_them(any_text: LoadedText, texts: list[str]) -> None:
     """The same conversation with harmless texts has exactly the same control tokens."""
     assert any_text.template is not None

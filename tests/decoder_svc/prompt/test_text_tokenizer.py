@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -53,7 +53,6 @@ def trusted(text: str) -> list[TextPiece]:
 
 
 @given(st.text(max_size=40))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_without_control_tokens_the_ids_are_those_of_hugging_face(any_text: LoadedText, text: str) -> None:
     # Hypothesis also tries strings that stand in the source code.
     assume(not any(token.content in text for token in any_text.tokenizer.backend.get_added_tokens_decoder().values()))
@@ -63,14 +62,12 @@ def test_without_control_tokens_the_ids_are_those_of_hugging_face(any_text: Load
 
 
 @given(st.lists(st.sampled_from(["<s>", "</s>", "<image>", "<pad>", " ", "<", "image", ">", "x"]), max_size=8))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_trusted_text_is_tokenized_as_hugging_face_does(llava_text: LoadedText, words: list[str]) -> None:
     text = "a" + "".join(words)
     assert llava_text.tokenizer.encode_pieces(trusted(text)) == llava_text.tokenizer.backend.encode(text).ids
 
 
 @given(st.lists(st.sampled_from(["<s>", "</s>", "<image>", "<im", "age>", "<", ">", " x"]), max_size=8), st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_plain_text_never_yields_a_control_token_however_it_is_cut(
     llava_text: LoadedText, words: list[str], data: st.DataObject
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -162,7 +162,7 @@ TAB_AND_SPACES = {
     added=st.dictionaries(st.sampled_from(SPACES + CONTROLS), st.sampled_from(ANY_FLAGS), min_size=1, max_size=5),
     words=st.lists(st.sampled_from([*SPACES, *"ab<>on. ▁\n", "<im", "age>", "é", "ａ", "<TOOL", "on "]), max_size=12),
 )
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(max_examples=60)
 def test_ordinary_text_has_the_ids_of_transformers(
     kind: Callable[[], Tokenizer], added: dict[str, dict[str, bool]], words: list[str]
 ) -> None:
@@ -185,7 +185,7 @@ def test_ordinary_text_has_the_ids_of_transformers(
     words=st.lists(st.sampled_from([*SPACES, *CONTROLS, *SPECIAL, *"ab<> ", "<im", "age>"]), max_size=12),
     data=st.data(),
 )
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(max_examples=60)
 def test_every_id_is_one_of_the_vocabulary(
     kind: Callable[[], Tokenizer], added: dict[str, dict[str, bool]], words: list[str], data: st.DataObject
 ) -> None:
