@@ -79,12 +79,19 @@ async def serve(arguments: Sequence[str]) -> None:
     # The services import it this way, too.
     import_lean_transformers()
     from decoder_svc.assembly import build_engine, choose_device
+    from decoder_svc.constraint.grammars import folder_grammars
     from decoder_svc.rows.fetch_metrics import FetchMetrics
     from decoder_svc.service import load_text
 
     settings = parse_settings(DecoderSettings, arguments, "bare_engine")
     engine = build_engine(
-        settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())
+        settings,
+        choose_device(settings),
+        load_text(settings).family,
+        None,
+        None,
+        FetchMetrics(CollectorRegistry()),
+        folder_grammars(settings.model),
     )
     gc.collect()
     gc.freeze()

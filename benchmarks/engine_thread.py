@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine, choose_device
+from decoder_svc.constraint.grammars import folder_grammars
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
@@ -41,7 +42,13 @@ class EngineThread:
         """Takes the command-line flags of the decoder."""
         settings = parse_settings(DecoderSettings, arguments, "engine_thread")
         self._engine = build_engine(
-            settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())
+            settings,
+            choose_device(settings),
+            load_text(settings).family,
+            None,
+            None,
+            FetchMetrics(CollectorRegistry()),
+            folder_grammars(settings.model),
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import DeviceChoice, build_engine, choose_device
+from decoder_svc.constraint.grammars import Grammars, folder_grammars
 from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
@@ -200,7 +201,8 @@ async def open_service(
         encoder = encoder or _open_encoder(settings, device, text, tenants, stack)
         if store is not None:
             registry.register(StoreCollector(store, "decoder"))
-        engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry))
+        grammars = folder_grammars(settings.model)
+        engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry), grammars)
         engine.start()
         stack.push_async_callback(engine.stop)
         heard_removal = _listen_for_forgotten(settings, engine, stack)
@@ -212,7 +214,7 @@ async def open_service(
         servicer = DecoderServicer(
             model=_served_model(settings, text),
             engine=engine,
-            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, heard_removal),
+            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, grammars, heard_removal),
             tokenizer=text.tokenizer,
             encoder=encoder,
             tenants=tenants,
@@ -243,6 +245,7 @@ def build_preparer(
     encoder: EncoderClient | None,
     store: EmbeddingStore | None,
     threads: PreparationThreads,
+    grammars: Grammars,
     heard_removal: Callable[[], bytes | None] = lambda: None,
 ) -> RequestPreparer:
     """Returns the part that turns a parsed request into the prompt and the sampling parameters for the engine."""
@@ -267,6 +270,7 @@ def build_preparer(
         sampling_limits,
         limits.max_context_tokens,
         threads,
+        grammars.check,
         heard_removal,
     )
 

@@ -64,10 +64,13 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     # Number of alternatives per token with their log-probabilities; 0 is the sampled token only.
     logprobs: int | None
-    # Structured output; a server that does not offer it raises UnsupportedError.
-    json_schema: str | None
+    # Structured output, at most one: a JSON schema, as text or as objects of Python; a regular expression; a grammar in
+    # Lark's notation; any JSON object; or one of some texts.
+    json_schema: str | Mapping[str, object] | None
     regex: str | None
     grammar: str | None
+    json_object: bool | None
+    choice: Sequence[str] | None
     # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
     request_id: str | None
     priority: int | None

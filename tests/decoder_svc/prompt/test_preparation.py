@@ -51,6 +51,7 @@ def preparer(text: LoadedText, threads: PreparationThreads, prompts: PromptBuild
         LIMITS,
         CONTEXT,
         threads,
+        lambda constraint: None,
     )
 
 

@@ -153,6 +153,7 @@ def preparer(qwen_text: LoadedText, threads: PreparationThreads) -> RequestPrepa
         SamplingLimits(vocab_size=256, max_stop_strings=4, max_logprobs=5, default_max_tokens=30),
         8192,
         threads,
+        lambda constraint: None,
     )
 
 
