@@ -24,6 +24,8 @@ from tests.lookonce.command import clean_environment
 
 PAGE = REPOSITORY / "docs/tutorial.md"
 _PROMPT = "<ready>"
+# The size for which the page's tables are drawn.
+_LINES, _COLUMNS = 40, 80
 # Ctrl-C reaches the programs of a shell whose terminal is the session's own.
 _SHELL = """\
 import fcntl, os, termios
@@ -47,6 +49,7 @@ class Terminal:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._end, other = pty.openpty()
+        termios.tcsetwinsize(other, (_LINES, _COLUMNS))
         modes = termios.tcgetattr(other)
         modes[3] &= ~termios.ECHO
         termios.tcsetattr(other, termios.TCSANOW, modes)
@@ -136,7 +139,7 @@ def reader(tmp_path: pathlib.Path) -> Iterator[Reader]:
         name: value for name, value in clean_environment(tmp_path / "run").items() if not name.startswith("MAKE")
     }
     # No browser is opened, and folders that the page makes are the test's.
-    environment |= {"BROWSER": "true", "TMPDIR": str(tmp_path)}
+    environment |= {"BROWSER": "true", "TMPDIR": str(tmp_path), "COLUMNS": str(_COLUMNS)}
     reader = Reader({name: Terminal(environment) for name in ("1", "2")})
     yield reader
     for terminal in reader.terminals.values():
