@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import openai
 import pydantic
@@ -149,7 +149,7 @@ async def test_a_file_that_is_no_image_is_refused(gateway: Gateway) -> None:
 class Place(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "pink", "black"]
-    places: list[int]
+    places: Annotated[list[Literal[1, 2, 3]], pydantic.Field(max_length=3)]
 
 
 async def test_answers_have_the_form_that_was_asked_for(gateway: Gateway) -> None:
