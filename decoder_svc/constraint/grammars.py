@@ -16,6 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from decoder_svc.constraint.schema_patterns import with_exact_patterns
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -41,8 +42,9 @@ _JSON_OPTIONS: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # A keyword that is not supported is an error, whatever the schema says.
+    # A keyword that is not supported is an error, whatever the schema says, and `oneOf` is not taken for `anyOf`.
     "lenient": False,
+    "coerce_one_of": False,
 }
 _MAX_REASON_CHARS = 300
 
@@ -109,17 +111,7 @@ def _grammar(constraint: Constraint) -> str:
     """Returns llguidance's form of a constraint. Raises InvalidParameterError for a text that is no JSON."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            try:
-                schema = json.loads(constraint.text)
-            except ValueError as error:
-                raise InvalidParameterError(_field(constraint), f"is no JSON: {error}") from None
-            except RecursionError:
-                raise InvalidParameterError(_field(constraint), "is nested too deeply") from None
-            if not isinstance(schema, (dict, bool)):
-                raise InvalidParameterError(_field(constraint), "must be a JSON object, or true")
-            return LLMatcher.grammar_from_json_schema(
-                schema if isinstance(schema, dict) else constraint.text, overrides=_JSON_OPTIONS
-            )
+            return LLMatcher.grammar_from_json_schema(_schema(constraint), overrides=_JSON_OPTIONS)
         case ConstraintKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
         case ConstraintKind.CHOICE:
@@ -128,6 +120,25 @@ def _grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(constraint.text)
+
+
+def _schema(constraint: Constraint) -> dict[str, Any]:
+    """Returns the schema of a constraint. Raises InvalidParameterError for a text that is none."""
+    try:
+        schema = json.loads(constraint.text)
+        if isinstance(schema, bool):
+            # True allows everything, and false nothing.
+            schema = {} if schema else {"enum": []}
+        if not isinstance(schema, dict):
+            raise InvalidParameterError(_field(constraint), "must be a JSON object, true or false")
+        exact: dict[str, Any] = with_exact_patterns(schema)
+        return exact
+    except json.JSONDecodeError as error:
+        raise InvalidParameterError(_field(constraint), f"is no JSON: {error}") from None
+    except RecursionError:
+        raise InvalidParameterError(_field(constraint), "is nested too deeply") from None
+    except ValueError as error:
+        raise _refusal(constraint, str(error)) from None
 
 
 def _refusal(constraint: Constraint, reason: str) -> InvalidParameterError:

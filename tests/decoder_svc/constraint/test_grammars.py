@@ -36,7 +36,7 @@ def schema(value: Any) -> Constraint:
     ("constraint", "reason"),
     [
         (schema("{"), "is no JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
-        (schema("[1]"), "must be a JSON object, or true"),
+        (schema("[1]"), "must be a JSON object, true or false"),
         (schema("[" * 100_000), "nested too deeply"),
         (schema({"type": "objec"}), "Invalid type: objec"),
         (schema({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
