@@ -114,16 +114,16 @@ def _take(
 
 def _ask(client: Client, conversation: Conversation, text: str, options: GenerateOptions, is_terminal: bool) -> None:
     messages = conversation.question(text)
-    with client.stream(messages, **options) as stream:
-        try:
+    try:
+        with client.stream(messages, **options) as stream:
             stream_text(stream)
-        except KeyboardInterrupt:
-            if not is_terminal:
-                raise
-            sys.stdout.write("\n")
-            err.print("stopped; the chat goes on without this question")
-            return
-        conversation.keep(messages, stream.generation.text)
+            conversation.keep(messages, stream.generation.text)
+    except KeyboardInterrupt:
+        # It may come as soon as the question is on its way.
+        if not is_terminal:
+            raise
+        sys.stdout.write("\n")
+        err.print("stopped; the chat goes on without this question")
 
 
 def _add(conversation: Conversation, name: str, max_pixels: int | None) -> None:
