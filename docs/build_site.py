@@ -72,6 +72,11 @@ def build(source: pathlib.Path, site: pathlib.Path) -> None:
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-c", str(ROOT / _DOCS)]
     doctrees = ["-d", str(source.with_name(f"{source.name}-trees"))]
     subprocess.run([sys.executable, "-m", "sphinx", *options, *doctrees, str(source), str(site)], check=True, cwd=ROOT)
+    # Sphinx copies the pictures of Markdown, and leaves those of HTML out.
+    for picture in (path for path in source.rglob("*") if path.suffix in _PICTURES):
+        copied = site / picture.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, copied)
 
 
 def _text(path: str) -> str:

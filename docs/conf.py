@@ -34,8 +34,10 @@ autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
 autodoc_default_options = {
     "members": True,
-    "inherited-members": "Exception,dict,Protocol,Generic",
+    "inherited-members": "BaseException,Exception,dict,Protocol,Generic",
     "undoc-members": False,
+    # Callers never make these objects themselves.
+    "exclude-members": "__new__,__init__",
 }
 
 

@@ -34,7 +34,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._connections.opened(self)
+        self._connections.opened(self, transport.get_extra_info("socket").fileno())
         self._await_head()
         self._stuck_timer = self.loop.call_later(_STUCK_S, self._look)
 
@@ -90,7 +90,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._is_dropping:
-            self._connections.works(self)
+            # A request may have been answered before its body was there.
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._connections.works(self)
             super().on_message_complete()
 
     def on_response_complete(self) -> None:

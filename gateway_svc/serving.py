@@ -20,7 +20,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway_svc.connection_limit import ConnectionLimit, allowed_connections
+from gateway_svc.connection_limit import ConnectionLimit, LimitedListener, allowed_connections
 from gateway_svc.endpoints import Endpoints
 from gateway_svc.http_connection import http_connections
 from gateway_svc.settings import GatewaySettings
@@ -29,7 +29,9 @@ from lookonce.logs import get_logger
 
 # Idle time after which a connection is closed. Above the 60 s of common load balancers, which must close first.
 _KEEP_ALIVE_S = 75
-_BACKLOG = 2048
+# Connections that the event loop accepts before it does other work. Where the process has no file left, asyncio writes
+# as many lines into the log, each second.
+_ACCEPTED_AT_ONCE = 128
 # Time for the last answers to reach their clients, seconds.
 _LAST_ANSWERS_S = 1.0
 
@@ -48,10 +50,12 @@ async def serve_until_stopped(
     settings: GatewaySettings, app: ASGIApp, endpoints: Endpoints, metrics_port: int | None
 ) -> None:
     """Serves until SIGTERM or SIGINT, drains, and returns. Raises ConfigurationError if the address cannot be taken."""
-    listening = _listening(settings.listen)
+    limit = ConnectionLimit(allowed_connections(has_tls=settings.tls_cert is not None))
+    listening = _listening(settings.listen, limit)
     config = uvicorn.Config(
         app,
-        http=http_connections(ConnectionLimit(allowed_connections())),
+        http=http_connections(limit),
+        backlog=_ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -111,17 +115,15 @@ async def _announced(
         temporary.replace(settings.ready_file)
 
 
-def _listening(address: str) -> socket.socket:
+def _listening(address: str, limit: ConnectionLimit) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small pieces at once only on sockets of this protocol. Otherwise each request on a connection that
-    # was used before waits 40 ms for an acknowledgement.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = LimitedListener(family, limit)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, int(port)))
-        listening.listen(_BACKLOG)
+        listening.listen()
         return listening
     except OSError as error:
         listening.close()

@@ -167,7 +167,10 @@ def as_image(image: ImageLike) -> ImageRef:
 
 
 def _png_of(image: PilImage) -> bytes:
-    """Raises InvalidParameterError for a mode that PNG does not have, such as CMYK, and for a closed or empty image."""
+    """Returns an image as a PNG file.
+
+    Raises InvalidParameterError for a mode that PNG does not have, such as CMYK, and for a closed or empty image.
+    """
     file = io.BytesIO()
     try:
         image.save(file, "PNG")

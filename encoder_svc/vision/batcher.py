@@ -104,7 +104,7 @@ class ForwardBatcher:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether passes end, and fewer than three controls in a row have failed."""
+        """Whether forward passes end, and fewer than three control passes in a row have failed."""
         return self.is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
 
     @property

@@ -160,10 +160,10 @@ def encoder_counters(page: MetricsPage) -> dict[str, float]:
 
 
 def _num_answered(queries: Mapping[str, float], hits: Mapping[str, float]) -> float:
-    """Returns the number of look-ups that any tier answered; each asks the process' own cache first.
+    """Returns the number of look-ups that the process' own cache or the shared one answered.
 
-    Some look-ups ask the shared cache although the local one has the rows, and such an image counts as a hit of both.
-    The sum of hits is too large then, and what is right are the look-ups without the misses of the shared cache.
+    The sum of both hits can be too large: some look-ups ask the shared cache although the local one has the rows, and
+    count as a hit of each. All look-ups less the misses of the shared cache is an upper bound.
     """
     shared_misses = max(0.0, queries["shared"] - hits["shared"])
     return max(hits["local"], min(hits["local"] + hits["shared"], queries["local"] - shared_misses))

@@ -29,12 +29,20 @@ PICTURE = b"the bytes of a picture"
 class Gateway:
     """A running gateway, and a client of OpenAI's for it."""
 
-    def __init__(self, port: int, server: uvicorn.Server, endpoints: Endpoints, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        port: int,
+        server: uvicorn.Server,
+        endpoints: Endpoints,
+        registry: CollectorRegistry,
+        limit: ConnectionLimit,
+    ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.server = server
         self.endpoints = endpoints
         self.registry = registry
+        self.limit = limit
         self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60.0)
 
     async def raw(self, request: bytes) -> bytes:
@@ -66,14 +74,24 @@ async def running_gateway(decoder_target: str, max_connections: int = 1000, **se
     registry = CollectorRegistry()
     chosen = GatewaySettings(decoder_target=decoder_target, **{"listen": "127.0.0.1:0", **settings})
     async with open_app(chosen, registry) as (app, endpoints):
-        listening = _listening(chosen.listen)
-        http = http_connections(ConnectionLimit(max_connections))
-        config = uvicorn.Config(app, http=http, ws="none", lifespan="off", log_config=None, access_log=False)
+        limit = ConnectionLimit(max_connections)
+        listening = _listening(chosen.listen, limit)
+        http = http_connections(limit)
+        config = uvicorn.Config(
+            app,
+            http=http,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ssl_certfile=chosen.tls_cert,
+            ssl_keyfile=chosen.tls_key,
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([listening]))
         while not server.started:
             await asyncio.sleep(0.005)
-        gateway = Gateway(listening.getsockname()[1], server, endpoints, registry)
+        gateway = Gateway(listening.getsockname()[1], server, endpoints, registry, limit)
         try:
             async with gateway.client:
                 yield gateway
