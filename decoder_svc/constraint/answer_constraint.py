@@ -13,6 +13,7 @@ from decoder_svc.scheduling.sampling_params import TokenIds
 Words = npt.NDArray[np.uint32]
 
 _WORD_BITS = 32
+_TOO_COMPLEX = "the constraint became too complex, or has no end"
 _NO_TOKEN = "no token of the vocabulary can continue the answer"
 
 
@@ -98,8 +99,7 @@ class AnswerConstraint:
         return words
 
     def _fail(self) -> None:
-        reason = self._matcher.get_error().partition("\n")[0] or "the grammar does not take the answer"
-        self._error = reason
+        self._error = _TOO_COMPLEX
 
 
 def _bits(token_ids: Collection[int], num_words: int) -> Words:

@@ -16,7 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from decoder_svc.constraint.schema_patterns import with_exact_patterns
+from decoder_svc.constraint.json_schema import parsed_schema
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -45,6 +45,9 @@ _JSON_OPTIONS: Any = {
     # A keyword that is not supported is an error, whatever the schema says, and `oneOf` is not taken for `anyOf`.
     "lenient": False,
     "coerce_one_of": False,
+    # Each text has one way to be written, so that no name of a property can be written in another one.
+    "json_allowed_escapes": '"\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
 }
 _MAX_REASON_CHARS = 300
 
@@ -111,7 +114,10 @@ def _grammar(constraint: Constraint) -> str:
     """Returns llguidance's form of a constraint. Raises InvalidParameterError for a text that is no JSON."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(_schema(constraint), overrides=_JSON_OPTIONS)
+            try:
+                return LLMatcher.grammar_from_json_schema(_schema(constraint), overrides=_JSON_OPTIONS)
+            except ValueError as error:
+                raise _refusal(constraint, str(error)) from None
         case ConstraintKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
         case ConstraintKind.CHOICE:
@@ -125,14 +131,7 @@ def _grammar(constraint: Constraint) -> str:
 def _schema(constraint: Constraint) -> dict[str, Any]:
     """Returns the schema of a constraint. Raises InvalidParameterError for a text that is none."""
     try:
-        schema = json.loads(constraint.text)
-        if isinstance(schema, bool):
-            # True allows everything, and false nothing.
-            schema = {} if schema else {"enum": []}
-        if not isinstance(schema, dict):
-            raise InvalidParameterError(_field(constraint), "must be a JSON object, true or false")
-        exact: dict[str, Any] = with_exact_patterns(schema)
-        return exact
+        return parsed_schema(constraint.text)
     except json.JSONDecodeError as error:
         raise InvalidParameterError(_field(constraint), f"is no JSON: {error}") from None
     except RecursionError:

@@ -8,39 +8,20 @@ character 0, so sets that exclude others exclude it as well.
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
-# Keywords whose values are data, not schemas.
-_DATA = frozenset({"enum", "const", "default", "examples", "required"})
-# Keywords whose values are schemas by names.
-_BY_NAME = frozenset({"properties", "$defs", "definitions", "dependentSchemas"})
+# Groups and repetitions that Rust knows and JSON Schema does not, or that mean something else there.
+_NOT_SHARED = re.compile(r"(?<!\\)\(\?(?![:=!<])|(?<!\\)[*+?}]\+")
+# A dot takes no end of a line.
+_ANY = r"[^\x00\n\r\x{2028}\x{2029}]"
 _NUL = "\\x00"
 _NULS = ("\\x00", "\\u0000", "\\0", "\x00", "\\x{0}", "\\u{0}")
 
 
-def with_exact_patterns(schema: Any) -> Any:
-    """Returns a schema with all its patterns rewritten. Raises ValueError, with the pattern, for one that cannot be."""
-    if isinstance(schema, list):
-        return [with_exact_patterns(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _DATA:
-            found[key] = value
-        elif key == "pattern" and isinstance(value, str):
-            found[key] = exact_pattern(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            found[key] = {exact_pattern(name): with_exact_patterns(each) for name, each in value.items()}
-        elif key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: with_exact_patterns(each) for name, each in value.items()}
-        else:
-            found[key] = with_exact_patterns(value)
-    return found
-
-
 def exact_pattern(pattern: str) -> str:
     """Returns a pattern with the same meaning for llguidance as JSON Schema gives it, without the character 0."""
+    if syntax := _NOT_SHARED.search(pattern):
+        raise ValueError(f"the pattern {pattern!r} has {syntax[0]}, which is not supported")
     for nul in _NULS:
         if nul in pattern:
             raise ValueError(f"the pattern {pattern!r} has the character 0, which is not supported")
@@ -64,6 +45,8 @@ def exact_pattern(pattern: str) -> str:
             parts.append(char)
         elif is_in_set and char in "[&~":
             parts.append(f"\\{char}")
+        elif not is_in_set and char == ".":
+            parts.append(_ANY)
         elif is_in_set and pattern.startswith("--", index - 1):
             raise ValueError(f"the pattern {pattern!r} has -- inside of brackets, which is not supported; write \\-")
         else:
