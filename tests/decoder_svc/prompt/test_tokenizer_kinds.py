@@ -129,11 +129,32 @@ def vocabulary_size(pretrained: transformers.PreTrainedTokenizerFast) -> int:
 def holds_control_token(
     pretrained: transformers.PreTrainedTokenizerFast, added: Sequence[AddedToken], text: str
 ) -> bool:
-    """Whether transformers sees a control token in the text, or would if the token's flags were others."""
+    """Whether transformers sees a control token in the text, or would if the token's flags were others.
+
+    A token can be seen in the text as it is written or as the normaliser rewrites it. Where the token's flags forbid
+    it there, transformers passes over its characters, while ours tokenizes them as if there were no such token.
+    """
     controls = [token for token in added if token.special or not token.content.replace("▁", " ").isspace()]
     names = [*SPECIAL, *(token.content for token in controls)]
     found = set(pretrained(text, add_special_tokens=False).input_ids) - {pretrained.unk_token_id}
-    return any(name in text for name in names) or not found.isdisjoint(pretrained.convert_tokens_to_ids(names))
+    normalizer = pretrained.backend_tokenizer.normalizer or normalizers.Sequence([])
+    return (
+        any(name in text for name in names)
+        or any(normalizer.normalize_str(name) in normalizer.normalize_str(text) for name in names)
+        or not found.isdisjoint(pretrained.convert_tokens_to_ids(names))
+    )
+
+
+def turned_on(*names: str) -> dict[str, bool]:
+    """Returns the flags of an added token; those named are on."""
+    return {flag: flag in names for flag in ("normalized", "lstrip", "rstrip", "single_word", "special")}
+
+
+# A tab that the normaliser makes a space, beside a control token of two spaces.
+TAB_AND_SPACES = {
+    "\t": turned_on("normalized"),
+    "  ": turned_on("normalized", "lstrip", "rstrip", "single_word", "special"),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,6 +214,14 @@ def test_a_templates_control_tokens_count_where_transformers_sees_them(kind: Cal
         for text in ("<tool>", "a<tool>b", "a <tool> b", "on. <tool>\n<tool> a", "<tool><tool>"):
             found = tokenizer.encode_pieces([TextPiece(text, is_trusted=True)])
             assert found == pretrained(text).input_ids, (flags, text)
+
+
+def test_a_control_token_that_the_normalizer_would_make_is_as_if_it_did_not_exist() -> None:
+    pretrained = complete(wordpiece(), [AddedToken(content, **on) for content, on in TAB_AND_SPACES.items()])
+    found = TextTokenizer(pretrained).encode_pieces([TextPiece("\n\na", is_trusted=False)])
+    without = complete(wordpiece(), [AddedToken("\t", **TAB_AND_SPACES["\t"])])
+    assert found == without("\n\na").input_ids
+    assert pretrained.convert_tokens_to_ids("  ") not in found
 
 
 def test_white_space_that_the_normalizer_rewrites_keeps_its_id() -> None:
