@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from decoder_svc.constraint.grammars import Grammars
+from decoder_svc.constraint.answer_follower import AnswerFollower
+from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.core import EngineCore
 from decoder_svc.engine.engine import Engine
@@ -103,11 +105,11 @@ def build_engine(
     store: EmbeddingStore | None,
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
-    grammars: Grammars,
+    load_vocabulary: Callable[[], Vocabulary],
 ) -> Engine:
     """Loads the language model and sizes its memory pools, here or in a process of its own. Blocks while it loads.
 
-    An engine in this process compiles constraints with `grammars`.
+    `load_vocabulary` is called for the first constraint of an engine in this process.
 
     Raises ModelFolderError for weights that do not match the model, and ConfigurationError for a KV pool that cannot
     hold a request and for settings that do not fit the model.
@@ -116,7 +118,7 @@ def build_engine(
     if device.engine_process:
         core = EngineProcess(settings.given_values(), settings.max_step_s)
     else:
-        core = load_core(settings, device, family, Heartbeat(settings.max_step_s), grammars)
+        core = load_core(settings, device, family, Heartbeat(settings.max_step_s), load_vocabulary)
     fetcher = EmbeddingFetcher(
         store,
         encoder,
@@ -133,7 +135,7 @@ def load_core(
     device: DeviceChoice,
     family: DecoderFamily,
     heartbeat: Heartbeat,
-    grammars: Grammars,
+    load_vocabulary: Callable[[], Vocabulary],
 ) -> EngineThread:
     """Loads the language model into this process and sizes its memory pools. Raises what `build_engine` raises."""
     _check_mask(settings, family)
@@ -164,8 +166,8 @@ def load_core(
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
-    vocab_size = runner.model.config.get_text_config().vocab_size
-    return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(grammars, vocab_size))
+    follower = AnswerFollower(load_vocabulary, runner.model.config.get_text_config().vocab_size)
+    return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 
 
 def _loaded(

@@ -1,25 +1,20 @@
-"""Compiles the constraints of requests with llguidance, and remembers the latest ones. Knows no requests.
+"""Compiles constraints with llguidance, and remembers the latest ones. Runs in the process with llguidance.
 
 llguidance compiles lazily: a matcher checks the grammar at once and builds its automata as tokens come. Its limits
-bound the work of each step and the memory, so a hostile grammar ends its own request only.
+bound the work of each step and the memory of each constraint.
 """
 
 from __future__ import annotations
 
 import json
-import pathlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
 
 from decoder_svc.constraint.json_schema import parsed_schema
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
-from lookonce.errors import InvalidParameterError
-from lookonce.model.pretrained_tokenizer import load_pretrained
 
 # Matchers that are kept for the next request with the same constraint, and the sum of their texts.
 _MAX_KEPT = 64
@@ -50,39 +45,45 @@ _JSON_OPTIONS: Any = {
     "json_allow_general_unicode_escapes": False,
 }
 _MAX_REASON_CHARS = 300
+# Forced tokens that are computed to see that a constraint can be followed.
+_NUM_TRIED = 8
+
+
+class RefusedConstraintError(Exception):
+    """A constraint that cannot be followed. Its text is the reason, in one line."""
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer. Any thread may use it; calls may take some tens of milliseconds."""
+    """Compiles constraints for one tokenizer. Any thread may use it; llguidance gives up the interpreter meanwhile."""
 
-    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
-        """`load_tokenizer` is called once, for the first constraint: it takes up to a second."""
-        self._load_tokenizer = load_tokenizer
-        self._tokenizer: LLTokenizer | None = None
-        self._tokenizer_lock = threading.Lock()
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.tokenizer = tokenizer
         # By constraint, the least recently used one first.
         self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._kept_chars = 0
-        self._kept_lock = threading.Lock()
-
-    @property
-    def end_token_ids(self) -> list[int]:
-        """The tokens that matchers take for the end of an answer."""
-        return self._loaded_tokenizer().eos_tokens
+        self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
-        """Raises InvalidParameterError with the reason if the constraint cannot be compiled."""
-        self.matcher(constraint)
+        """Compiles a constraint and computes a first mask. Raises RefusedConstraintError if that fails."""
+        matcher = self.matcher(constraint)
+        matcher.compute_bitmask()
+        for token_id in matcher.compute_ff_tokens()[:_NUM_TRIED]:
+            matcher.consume_token(token_id)
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """Returns a matcher in its first state. Raises InvalidParameterError with the reason if there can be none."""
-        with self._kept_lock:
+        """Returns a matcher in its first state. Raises RefusedConstraintError if there can be none."""
+        with self._lock:
             kept = self._kept.get(constraint)
             if kept is not None:
                 self._kept.move_to_end(constraint)
                 return kept.deep_copy()
-        matcher = self._compiled(constraint)
-        with self._kept_lock:
+        matcher = LLMatcher(self.tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        with self._lock:
             if constraint not in self._kept:
                 self._kept[constraint] = matcher.deep_copy()
                 self._kept_chars += len(constraint.text)
@@ -91,33 +92,19 @@ class Grammars:
                     self._kept_chars -= len(dropped.text)
         return matcher
 
-    def _compiled(self, constraint: Constraint) -> LLMatcher:
-        grammar = _grammar(constraint)
-        matcher = LLMatcher(self._loaded_tokenizer(), grammar, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise _refusal(constraint, matcher.get_error())
-        return matcher
-
-    def _loaded_tokenizer(self) -> LLTokenizer:
-        with self._tokenizer_lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
-            return self._tokenizer
-
-
-def folder_grammars(folder: pathlib.Path) -> Grammars:
-    """Returns the grammars for the tokenizer of a model folder, which is loaded for the first constraint."""
-    return Grammars(lambda: from_tokenizer(load_pretrained(folder)))
-
 
 def _grammar(constraint: Constraint) -> str:
-    """Returns llguidance's form of a constraint. Raises InvalidParameterError for a text that is no JSON."""
+    """Returns llguidance's form of a constraint. Raises RefusedConstraintError."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             try:
-                return LLMatcher.grammar_from_json_schema(_schema(constraint), overrides=_JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema(parsed_schema(constraint.text), overrides=_JSON_OPTIONS)
+            except json.JSONDecodeError as error:
+                raise RefusedConstraintError(f"is no JSON: {error}") from None
+            except RecursionError:
+                raise RefusedConstraintError("is nested too deeply") from None
             except ValueError as error:
-                raise _refusal(constraint, str(error)) from None
+                raise _refused(str(error)) from None
         case ConstraintKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
         case ConstraintKind.CHOICE:
@@ -128,25 +115,9 @@ def _grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(constraint.text)
 
 
-def _schema(constraint: Constraint) -> dict[str, Any]:
-    """Returns the schema of a constraint. Raises InvalidParameterError for a text that is none."""
-    try:
-        return parsed_schema(constraint.text)
-    except json.JSONDecodeError as error:
-        raise InvalidParameterError(_field(constraint), f"is no JSON: {error}") from None
-    except RecursionError:
-        raise InvalidParameterError(_field(constraint), "is nested too deeply") from None
-    except ValueError as error:
-        raise _refusal(constraint, str(error)) from None
-
-
-def _refusal(constraint: Constraint, reason: str) -> InvalidParameterError:
+def _refused(reason: str) -> RefusedConstraintError:
     # The reason quotes the place and its lines. It is about the caller's own text, and goes into one line.
     shown = " ".join(reason.split())
     if len(shown) > _MAX_REASON_CHARS:
         shown = f"{shown[:_MAX_REASON_CHARS]}…"
-    return InvalidParameterError(_field(constraint), f"cannot be served: {shown}")
-
-
-def _field(constraint: Constraint) -> str:
-    return f"sampling.{constraint.kind.value}"
+    return RefusedConstraintError(f"cannot be served: {shown}")

@@ -132,7 +132,7 @@ def _no_constant(name: str) -> Never:
 
 def _integer(digits: str) -> int:
     if len(digits) > _MAX_NUMBER_CHARS or abs(number := int(digits)) > _MAX_INTEGER:
-        raise ValueError(f"the number {digits[:_MAX_NUMBER_CHARS]} is beyond 2^53 - 1, so that an answer could not have it")
+        raise ValueError(f"the number {digits[:_MAX_NUMBER_CHARS]} is beyond 2^53 - 1, which is not supported")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Compiles the constraints of requests on a thread of its own, so that steps go on meanwhile."""
+"""Gets constraints ready on a thread of its own, so that steps go on meanwhile."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from decoder_svc.constraint.answer_constraint import AnswerConstraint
-from decoder_svc.constraint.grammars import Grammars
+from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.engine.messages import Compiled
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.sampling_params import Constraint
+from decoder_svc.scheduling.token_constraint import TokenConstraint
 from lookonce.errors import InternalError, LookonceError
 
 logger = logging.getLogger(__name__)
@@ -20,10 +20,8 @@ logger = logging.getLogger(__name__)
 class ConstraintDesk:
     """Turns a request's constraint into the state that follows its answer."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
-        """A mask has a bit for each of `vocab_size` logits."""
-        self._grammars = grammars
-        self._vocab_size = vocab_size
+    def __init__(self, follower: AnswerFollower) -> None:
+        self._follower = follower
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
 
     def begin(self, request: Request, done: Callable[[Compiled], None]) -> None:
@@ -31,18 +29,16 @@ class ConstraintDesk:
         assert request.params.constraint is not None, "the request has no constraint"
         self._thread.submit(self._compile, request, request.params.constraint, done)
 
+    def close(self) -> None:
+        """Ends the process that follows answers, and what waits for it."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._follower.close()
+
     def _compile(self, request: Request, constraint: Constraint, done: Callable[[Compiled], None]) -> None:
-        outcome: AnswerConstraint | LookonceError
+        outcome: TokenConstraint | LookonceError
         try:
-            matcher = self._grammars.matcher(constraint)
-            stop_token_ids = request.params.stop_token_ids
-            outcome = AnswerConstraint(
-                matcher,
-                request.num_prompt_tokens,
-                stop_token_ids,
-                self._vocab_size,
-                self._grammars.end_token_ids,
-            )
+            self._follower.prepare(constraint)
+            outcome = self._follower.follow(constraint, request.num_prompt_tokens, request.params.stop_token_ids)
         except LookonceError as error:
             outcome = error
         except Exception:

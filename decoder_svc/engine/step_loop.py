@@ -48,7 +48,6 @@ from lookonce.errors import (
     DeadlineError,
     EmbeddingNotCachedError,
     InternalError,
-    InvalidParameterError,
     LookonceError,
     OverloadedError,
     UnavailableError,
@@ -196,6 +195,7 @@ class StepLoop:
             self._is_running = False
             self._flush()
             self._post(Ended(UnavailableError(reason), self._has_died))
+            self._constraints.close()
 
     def _take_messages(self) -> bool:
         """Handles every message in the inbox, and waits for one while there is no work. Returns False on `Stop`."""
@@ -368,11 +368,9 @@ class StepLoop:
             if update.request.constraint is not None and update.request.constraint.error is not None
         }
         for request in dead.values():
-            assert request.constraint is not None, "it has an error"
+            assert request.constraint is not None and request.constraint.error is not None, "it has an error"
             self._scheduler.abort(request.request_id)
-            field = request.params.constraint.kind.value if request.params.constraint is not None else "constraint"
-            reason = f"the answer cannot go on: {request.constraint.error}"
-            self._outbox.append((request.request_id, InvalidParameterError(f"sampling.{field}", reason)))
+            self._outbox.append((request.request_id, request.constraint.error))
         return [update for update in updates if update.request.request_id not in dead]
 
     def _admission(self, request_id: RequestId) -> RequestOutput:

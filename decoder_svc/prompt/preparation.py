@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_builder import PromptBuilder
@@ -21,7 +22,7 @@ from decoder_svc.prompt.sampling_check import (
 )
 from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
 from decoder_svc.scheduling.prompt import Prompt
-from decoder_svc.scheduling.sampling_params import Constraint, SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
 from lookonce.errors import located_in_image
 from lookonce.model.generation_defaults import GenerationDefaults
@@ -53,13 +54,10 @@ class RequestPreparer:
         limits: SamplingLimits,
         max_context_tokens: int,
         threads: PreparationThreads,
-        check_constraint: Callable[[Constraint], None],
+        checker: ConstraintChecker,
         heard_removal: Callable[[], bytes | None] = lambda: None,
     ) -> None:
-        """`check_constraint` raises InvalidParameterError for a constraint that cannot be served; it takes some time.
-
-        `heard_removal` returns the token of the last removal of images that this process has heard of.
-        """
+        """`heard_removal` returns the token of the last removal of images that this process has heard of."""
         self._builder = builder
         self._splitter = splitter
         self._resolver = resolver
@@ -67,7 +65,7 @@ class RequestPreparer:
         self._limits = limits
         self._max_context_tokens = max_context_tokens
         self._threads = threads
-        self._check_constraint = check_constraint
+        self._checker = checker
         self._heard_removal = heard_removal
 
     async def prepare(
@@ -88,9 +86,9 @@ class RequestPreparer:
         Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
         """
         checked = check_sampling(sampling, self._defaults, self._limits)
-        if (constraint := checked.params.constraint) is not None:
+        if (constraint := checked.params.constraint) is not None and not self._checker.is_served(constraint):
             caller = caller_of(tenant, request_id)
-            await self._threads.compute_text(caller, len(constraint.text), self._check_constraint, constraint)
+            await self._threads.compile(caller, len(constraint.text), self._checker.check, constraint)
         prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked)

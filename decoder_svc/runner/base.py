@@ -40,7 +40,7 @@ from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import Sampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
-from decoder_svc.runner.token_masks import TokenMasks
+from decoder_svc.runner.token_masks import begin_masks
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.families.base import Mask
@@ -107,7 +107,6 @@ class ModelRunnerBase(ABC):
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
-        self.token_masks = TokenMasks()
         self.sampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.feed = TokenFeed(self.transfer.move)
 
@@ -267,7 +266,7 @@ class ModelRunnerBase(ABC):
     def _launch_chunks(self, chunks: tuple[ScheduledChunk, ...], step: PendingStep) -> None:
         flat = self._flattened(chunks)
         rows = [self.batch[request_id] for request_id in flat.sampled_ids]
-        masks = self.token_masks.begin(rows)
+        masks = begin_masks(rows)
         decoded = self._replayed(flat, chunks)
         if decoded is not None:
             logits, likeliest = decoded.logits, decoded.likeliest

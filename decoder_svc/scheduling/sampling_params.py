@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 class ConstraintKind(enum.Enum):
@@ -60,34 +58,3 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether every token is the most likely one."""
         return self.temperature == 0.0
-
-
-class TokenIds(Protocol):
-    """Ids of a sequence's tokens: a list, or an array of the runner."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice, /) -> Iterable[int]: ...
-
-
-class TokenConstraint(Protocol):
-    """The state of one answer's grammar. It follows the answer: tokens may only be appended between two calls.
-
-    The engine thread uses it, and one thread of the runner while the engine thread waits for a step.
-    """
-
-    @property
-    def error(self) -> str | None:
-        """The reason why no further token can be found, or None. The request must end."""
-
-    def forced(self, token_ids: TokenIds, num_tokens: int) -> list[int]:
-        """Returns at most `num_tokens` tokens that the grammar leaves no choice about.
-
-        `token_ids` are those of prompt and answer. The same text may have other tokens, which the model may prefer.
-        """
-
-    def masks(self, token_ids: TokenIds, draft_ids: Sequence[int]) -> list[bytes]:
-        """Returns the tokens that may follow `token_ids`, and then each of the drafts.
-
-        A mask has one bit per token of the vocabulary, the lowest bit of the first byte first, and fills whole words of
-        four bytes. Behind a draft that may not follow, every token is in the mask: nothing there is used.
-        """

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
+from decoder_svc.scheduling.token_constraint import AnswerSoFar
 
 # Most steps without drafts after a step in which all drafts were rejected.
 MAX_PAUSE = 32
@@ -65,13 +66,21 @@ class Speculation:
         """Appends drafts to chunks in place, in order. `token_budget` is the part of the step's budget that is left."""
         if self._limits.max_draft_tokens == self._limits.max_forced_tokens == 0:
             return
+        # Chunks that compute a request's last token, with the requests.
+        last = [
+            (index, request)
+            for index, chunk in enumerate(chunks)
+            for request in [requests[chunk.request_id]]
+            if chunk.num_tokens == 1 and chunk.samples and chunk.start >= request.num_prompt_tokens
+        ]
+        forced = self._forced([request for _, request in last])
         forced_budget = self._limits.max_forced_tokens
-        for index, chunk in enumerate(chunks):
-            request = requests[chunk.request_id]
-            if chunk.num_tokens > 1 or not chunk.samples or chunk.start < request.num_prompt_tokens:
-                continue
+        for index, request in last:
+            chunk = chunks[index]
             room = min(token_budget, self._room(request))
-            draft_ids = self._forced(request, min(room, forced_budget))
+            draft_ids = self._affordable(
+                request, forced.get(request.request_id, ())[: max(0, min(room, forced_budget))]
+            )
             if draft_ids:
                 forced_budget -= len(draft_ids)
             else:
@@ -111,11 +120,18 @@ class Speculation:
         num_context_tokens_left = self._max_context_tokens - request.num_tokens - 1
         return min(num_answer_tokens_left, num_context_tokens_left)
 
-    def _forced(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Returns the next tokens about which the request's grammar leaves no choice, as far as blocks are free."""
-        if request.constraint is None or num_tokens < 1:
-            return ()
-        return self._affordable(request, tuple(request.constraint.forced(request.token_ids, num_tokens)))
+    def _forced(self, requests: Sequence[Request]) -> dict[RequestId, tuple[int, ...]]:
+        """Returns the next tokens about which grammars leave no choice, of all requests that have one."""
+        constrained = [
+            (request.request_id, AnswerSoFar(request.constraint, request.token_ids))
+            for request in requests
+            if request.constraint is not None
+        ]
+        if not constrained or self._limits.max_forced_tokens == 0:
+            return {}
+        answers = [answer for _, answer in constrained]
+        found = answers[0].constraint.follower.forced(answers, self._limits.max_forced_tokens)
+        return {request_id: tuple(forced) for (request_id, _), forced in zip(constrained, found, strict=True)}
 
     def _guessed(self, request: Request, num_tokens: int) -> tuple[int, ...]:
         """Returns the drafter's guesses, as far as blocks are free."""

@@ -12,9 +12,9 @@ import grpc.aio
 import jsonschema
 import pytest
 import torch
+from decoder_svc.constraint.answer_constraint import AnswerConstraint
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from decoder_svc.constraint.answer_constraint import AnswerConstraint
 from decoder_svc.constraint.grammars import Grammars, folder_grammars
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.decoder.v1 import decoder_service_pb2 as pb

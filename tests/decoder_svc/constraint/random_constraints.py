@@ -21,8 +21,8 @@ from typing import Any
 
 import jsonschema
 import numpy as np
-
 from decoder_svc.constraint.answer_constraint import AnswerConstraint
+
 from decoder_svc.constraint.grammars import Grammars, folder_grammars
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-
 from decoder_svc.constraint.answer_constraint import AnswerConstraint
+
 from decoder_svc.constraint.grammars import Grammars, folder_grammars
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from tests.conftest import DEMO_MODEL

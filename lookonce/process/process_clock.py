@@ -1,7 +1,7 @@
-"""The time that a decoding process spends on one image. Processor time counts, not the time on the clock.
+"""The time that another process spends on one piece of work. Processor time counts, not the time on the clock.
 
-On a busy machine a process can wait for a processor longer than it computes. That says nothing about the image, so the
-limit on an image is one of processor time. A second, longer limit on the clock ends a process that gets none.
+On a busy machine a process can wait for a processor longer than it computes. That says nothing about the work, so the
+limit on it is one of processor time. A second, longer limit on the clock ends a process that gets none.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _MIN_WAIT_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTimeLimits:
-    """Limits on the decoding of one image."""
+class TimeLimits:
+    """Limits on one piece of work."""
 
-    # Processor time of the decoding process, seconds. An image that needs more is refused.
+    # Processor time of the process, seconds. Work that needs more is refused.
     cpu_s: float
-    # Time on the clock, seconds. The caller of an image that takes longer is asked to try again.
+    # Time on the clock, seconds. The caller of work that takes longer is asked to try again.
     wall_s: float
 
 
-class DecodeClock:
-    """The time of one image, from the creation of the clock."""
+class ProcessClock:
+    """The time of one piece of work, from the creation of the clock."""
 
-    def __init__(self, pid: int, limits: DecodeTimeLimits) -> None:
+    def __init__(self, pid: int, limits: TimeLimits) -> None:
         self._process = psutil.Process(pid)
         self._limits = limits
         self._cpu_at_start_s = self._cpu_s()
@@ -36,7 +36,7 @@ class DecodeClock:
 
     @property
     def is_cpu_used_up(self) -> bool:
-        """Whether the process has had all processor time that the image may take."""
+        """Whether the process has had all processor time that the work may take."""
         return self._cpu_left_s <= 0
 
     def wait_s(self) -> float:
