@@ -41,7 +41,7 @@ _MAX_NUMBER_CHARS = 40
 
 
 def parsed_schema(text: str) -> dict[str, Any]:
-    """Returns a schema for llguidance. Raises ValueError with what is wrong or not supported, RecursionError if deep."""
+    """Returns a schema for llguidance. Raises ValueError with what is wrong or not supported, or RecursionError."""
     schema = json.loads(text, parse_constant=_no_constant, parse_int=_integer, parse_float=_fraction)
     if isinstance(schema, bool):
         # True allows everything, and false nothing.

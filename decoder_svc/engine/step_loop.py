@@ -363,14 +363,13 @@ class StepLoop:
         Their latest token was sampled without a constraint.
         """
         dead = {
-            update.request.request_id: update.request
+            update.request.request_id: update.request.constraint.error
             for update in updates
             if update.request.constraint is not None and update.request.constraint.error is not None
         }
-        for request in dead.values():
-            assert request.constraint is not None and request.constraint.error is not None, "it has an error"
-            self._scheduler.abort(request.request_id)
-            self._outbox.append((request.request_id, request.constraint.error))
+        for request_id, error in dead.items():
+            self._scheduler.abort(request_id)
+            self._outbox.append((request_id, error))
         return [update for update in updates if update.request.request_id not in dead]
 
     def _admission(self, request_id: RequestId) -> RequestOutput:

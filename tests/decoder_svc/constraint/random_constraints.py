@@ -21,16 +21,11 @@ from typing import Any
 
 import jsonschema
 import numpy as np
-from decoder_svc.constraint.answer_constraint import AnswerConstraint
 
-from decoder_svc.constraint.grammars import Grammars, folder_grammars
+from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
-from lookonce.errors import InvalidParameterError
-from tests.conftest import DEMO_MODEL
-from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB
+from tests.decoder_svc.constraint.demo_constraints import END, PROMPT, WholeAnswer, demo_grammars
 
-_END = 2
-_PROMPT = [5, 6, 7]
 _LONGEST_WALK = 250
 _ATOMS = (
     *("a", "b", "7", "x", " ", "-", r"\.", r"\(", r"\+", "red", "green", "no"),
@@ -296,23 +291,23 @@ def check(grammars: Grammars, case: Case, rng: random.Random) -> str:
     Also for a constraint that is served although a part of it is not supported.
     """
     try:
-        matcher = grammars.matcher(case.constraint)
-    except InvalidParameterError as error:
-        is_named = case.unknown is not None and case.unknown in error.message
-        return "refused by name" if is_named else f"refused: {error.message}"
+        state = WholeAnswer(grammars, case.constraint)
+    except RefusedConstraintError as error:
+        is_named = case.unknown is not None and case.unknown in str(error)
+        return "refused by name" if is_named else f"refused: {error}"
     assert case.unknown is None, f"served, although {case.unknown} is not supported: {case.constraint}"
-    state = AnswerConstraint(matcher, len(_PROMPT), (_END,), DEMO_VOCAB, grammars.end_token_ids)
-    ids = list(_PROMPT)
+    ids = list(PROMPT)
     for _ in range(_LONGEST_WALK):
-        (mask,) = state.masks(ids, [])
+        masks = state.masks(ids, [])
         if state.error is not None:
             return f"ended: {state.error}"
+        (mask,) = masks
         choices = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")).tolist()
-        if _END in choices and (len(choices) == 1 or rng.random() < 0.5):
-            text = grammars._loaded_tokenizer().decode_bytes(ids[len(_PROMPT) :]).decode()
+        if END in choices and (len(choices) == 1 or rng.random() < 0.5):
+            text = grammars.tokenizer.decode_bytes(ids[len(PROMPT) :]).decode()
             assert case.conforms(text), (case.constraint, text)
             return "conforms"
-        ids.append(rng.choice([token_id for token_id in choices if token_id != _END]))
+        ids.append(rng.choice([token_id for token_id in choices if token_id != END]))
     return "cut"
 
 
@@ -333,7 +328,7 @@ def main() -> None:
         parser.add_argument(f"--{kind}", type=int, default=100)
     parser.add_argument("--walks", type=int, default=3, help="walks for each constraint")
     arguments = parser.parse_args()
-    grammars = folder_grammars(DEMO_MODEL)
+    grammars = demo_grammars()
     for kind in KINDS:
         ends: Counter[str] = Counter()
         for case, rng in cases(kind, range(getattr(arguments, kind))):

@@ -6,14 +6,13 @@ from collections import Counter
 
 import pytest
 
-from decoder_svc.constraint.grammars import folder_grammars
-from tests.conftest import DEMO_MODEL
+from tests.decoder_svc.constraint.demo_constraints import demo_grammars
 from tests.decoder_svc.constraint.random_constraints import KINDS, cases, check
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_answer_conforms_and_what_is_not_supported_is_refused_by_name(kind: str) -> None:
-    grammars = folder_grammars(DEMO_MODEL)
+    grammars = demo_grammars()
     ends = Counter(check(grammars, case, rng) for case, rng in cases(kind, range(60)))
     assert ends["conforms"] > 35
     assert ends["refused by name"] > 1
