@@ -29,7 +29,11 @@ class ProcessClock:
     """The time of one piece of work, from the creation of the clock."""
 
     def __init__(self, pid: int, limits: TimeLimits) -> None:
-        self._process = psutil.Process(pid)
+        try:
+            self._process: psutil.Process | None = psutil.Process(pid)
+        except psutil.Error:
+            # It has just ended, which its socket will tell.
+            self._process = None
         self._limits = limits
         self._cpu_at_start_s = self._cpu_s()
         self._deadline_s = time.monotonic() + limits.wall_s
@@ -51,9 +55,10 @@ class ProcessClock:
         return self._limits.cpu_s - (self._cpu_s() - self._cpu_at_start_s)
 
     def _cpu_s(self) -> float:
+        if self._process is None:
+            return 0.0
         try:
             times = self._process.cpu_times()
         except psutil.Error:
-            # The process has ended, which its socket will tell.
             return 0.0
         return times.user + times.system
