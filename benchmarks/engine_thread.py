@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -12,7 +13,8 @@ from typing import Any, Self, TypeVar
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine, choose_device
-from decoder_svc.constraint.grammars import Grammars, folder_grammars
+from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
+from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
@@ -38,8 +40,8 @@ class EngineAnswer:
 class EngineThread:
     """An engine and the event loop that submits to it, on a thread of its own."""
 
-    def __init__(self, arguments: Sequence[str], grammars: Grammars | None = None) -> None:
-        """Takes the command-line flags of the decoder. `grammars` replace those of the model's tokenizer."""
+    def __init__(self, arguments: Sequence[str], vocabulary: Vocabulary | None = None) -> None:
+        """Takes the command-line flags of the decoder. `vocabulary` replaces that of the model's tokenizer."""
         settings = parse_settings(DecoderSettings, arguments, "engine_thread")
         self._engine = build_engine(
             settings,
@@ -48,7 +50,7 @@ class EngineThread:
             None,
             None,
             FetchMetrics(CollectorRegistry()),
-            grammars or folder_grammars(settings.model),
+            functools.partial(folder_vocabulary, settings.model) if vocabulary is None else lambda: vocabulary,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)

@@ -19,11 +19,12 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from llguidance import LLTokenizer, TokenizerWrapper
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
 
 from benchmarks import models, report
 from benchmarks.engine_thread import EngineThread
-from decoder_svc.constraint.grammars import Grammars
+from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 
 _NAME = "structured_output"
@@ -36,7 +37,7 @@ CONSTRAINTS = {
     "expression": Constraint(ConstraintKind.REGEX, "[a-zA-Z ,.]{8000,}"),
     "schema": Constraint(ConstraintKind.JSON_SCHEMA, _SCHEMA),
 }
-_WORD = re.compile(rb" ?[A-Za-z_]+| ?[0-9]{1,3}|[^A-Za-z0-9\s]+|\s+")
+_WORD = re.compile(r" ?[A-Za-z_]+| ?[0-9]{1,3}|[^A-Za-z0-9\s]+|\s+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,8 @@ def main(given: Sequence[str] | None = None) -> None:
     vocab_size = 600 if arguments.quick else 49_152
     if arguments.quick:
         arguments.rounds, arguments.batches = 1, [2]
-    grammars = Grammars(lambda: LLTokenizer(TokenizerWrapper(_Vocabulary(vocab_size)), eos_token=[_END]))
     flags = ["--model", str(folder), "--num-kv-blocks", str(max(arguments.batches) * 16)]
-    with EngineThread(flags, grammars) as engine:
+    with EngineThread(flags, Vocabulary(_tokenizer(vocab_size).to_str(), _END)) as engine:
         cells = [
             _measured(engine, name, batch, arguments.answer_tokens, arguments.rounds)
             for name in CONSTRAINTS
@@ -115,26 +115,25 @@ def section(model: str, vocab_size: int, cells: Sequence[Cell]) -> str:
     )
 
 
-class _Vocabulary:
-    """Tokens of bytes, as llguidance asks for them: all single bytes, and the most frequent words of many files."""
-
-    eos_token_id = _END
-    bos_token_id = None
-    special_token_ids = (0, 1, _END)
-
-    def __init__(self, size: int) -> None:
-        special = [b"<pad>", b"<s>", b"</s>"]
-        single = [bytes([byte]) for byte in range(256)]
-        found: collections.Counter[bytes] = collections.Counter()
-        for path in _sources():
-            found.update(_WORD.findall(path.read_bytes()))
-        words = [word for word, _ in found.most_common() if 1 < len(word) < 24]
-        self.tokens = (special + single + words)[:size]
-        # A smaller library has fewer words.
-        self.tokens += [b" x%d" % number for number in range(size - len(self.tokens))]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [3 + byte for byte in text]
+def _tokenizer(size: int) -> Tokenizer:
+    """A tokenizer whose tokens are all single bytes, and the most frequent words of many files."""
+    special = ["<pad>", "<s>", "</s>"]
+    found: collections.Counter[str] = collections.Counter()
+    for path in _sources():
+        found.update(_WORD.findall(path.read_text(errors="ignore")))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = ("".join(piece for piece, _ in byte_level.pre_tokenize_str(word)) for word, _ in found.most_common())
+    tokens = dict.fromkeys([*special, *sorted(byte_level.alphabet()), *(word for word in words if len(word) < 24)])
+    # A smaller library has fewer words.
+    tokens |= dict.fromkeys(f"Ġx{number}" for number in range(size))
+    vocabulary = {token: number for number, token in enumerate(list(tokens)[:size])}
+    tokenizer = Tokenizer(token_models.BPE(vocabulary, [], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_WORD.pattern), "isolated"), byte_level]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
 
 
 def _sources() -> Iterator[pathlib.Path]:

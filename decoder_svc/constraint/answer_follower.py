@@ -105,14 +105,18 @@ class AnswerFollower:
     def prepare(self, constraint: Constraint) -> None:
         """Starts the process if there is none, and compiles a constraint that has been checked, ahead of its answer.
 
-        Raises what starting a process raises. A constraint that cannot be compiled now fails later.
+        Raises InvalidParameterError if it is refused after all, and what starting a process raises. Where the process
+        ends, the answer will tell.
         """
         process = self.running()
         clock = ProcessClock(process.pid, _COMPILE_LIMITS)
         try:
-            process.check(constraint, clock.wait_s)
-        except (EOFError, OSError, TimeoutError):
+            refusal = process.check(constraint, clock.wait_s)
+        except (EOFError, OSError):
             self.end(process)
+            return
+        if refusal is not None:
+            raise InvalidParameterError(field_of(constraint), refusal)
 
     def follow(self, constraint: Constraint, num_prompt_tokens: int, stop_token_ids: Collection[int]) -> FollowedAnswer:
         """Begins an answer behind a prompt. `stop_token_ids` end it."""
@@ -139,7 +143,8 @@ class AnswerFollower:
     def close(self) -> None:
         """Ends the process. Answers cannot be followed any more."""
         self._is_closed = True
-        process = self._process
+        with self._starting:
+            process = self._process
         if process is not None:
             self.end(process)
 

@@ -113,11 +113,13 @@ class ConstraintChecker:
         if self._process is not None and self._process.has_ended:
             # It was killed from outside while idle.
             self._end_process()
-        if self._is_closed:
-            raise UnavailableError("the server stops")
-        if self._process is None:
+        if self._process is None and not self._is_closed:
             self._process = ConstraintProcess(self._load_vocabulary(), _STACK_BYTES)
-        return self._process
+        process = self._process
+        if self._is_closed or process is None:
+            self._end_process()
+            raise UnavailableError("the server stops")
+        return process
 
     def _remember(self, constraint: Constraint, refusal: str | None) -> None:
         with self._lock:

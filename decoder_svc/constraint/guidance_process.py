@@ -19,7 +19,7 @@ from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.frames import Check, Checked, Follow, Followed, Opening, Step, Vocabulary, encoded, received
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
-from lookonce.process.limited_side import limited_side
+from lookonce.process.limited_side import end_with_owner, limited_side
 
 
 class AnswerMatchers:
@@ -81,6 +81,7 @@ def main() -> None:
             first.sendall(encoded(Checked(str(error))))
             return
         first.sendall(encoded(Checked(None)))
+        end_with_owner(first)
         answers = AnswerMatchers(grammars)
         threading.stack_size(int(stack_bytes))
         for work in (lambda: check_all(checks, grammars), lambda: answers.serve(follows)):

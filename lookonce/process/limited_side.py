@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -26,3 +29,14 @@ def limited_side(numbers: str, memory_bytes: int) -> Iterator[tuple[socket.socke
         sockets = tuple(stack.enter_context(socket.socket(fileno=int(number))) for number in numbers.split(","))
         sockets[0].sendall(READY)
         yield sockets
+
+
+def end_with_owner(connection: socket.socket) -> None:
+    """Has the kernel end this process as soon as the other side of a socket is closed. Nothing may be received on it.
+
+    Then no thread has to notice: one that computes may hold the interpreter for minutes. Only Linux does it: there,
+    SIGIO ends a process that does not handle it.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)

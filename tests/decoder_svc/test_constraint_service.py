@@ -12,15 +12,18 @@ import grpc.aio
 import jsonschema
 import pytest
 import torch
-from decoder_svc.constraint.answer_constraint import AnswerConstraint
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from decoder_svc.constraint.grammars import Grammars, folder_grammars
+from decoder_svc.constraint.answer_follower import FollowedAnswer
+from decoder_svc.constraint.constraint_process import ConstraintProcess
+from decoder_svc.constraint.frames import Step
+from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
+from decoder_svc.scheduling.token_constraint import AnswerSoFar
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.conftest import DEMO_MODEL
-from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB
-from tests.decoder_svc.constraint.test_answer_constraint import allowed
+from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, WholeAnswer, demo_grammars
+from tests.decoder_svc.constraint.test_answer_matcher import allowed
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
 
 END = 2
@@ -69,7 +72,7 @@ async def plain() -> AsyncIterator[RunningDecoder]:
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return folder_grammars(DEMO_MODEL)
+    return demo_grammars()
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +90,7 @@ def expected(grammars: Grammars) -> dict[tuple[str, str], list[int]]:
             def may_follow(
                 _: int, ids: torch.Tensor, length: int = len(prompt), wanted: Constraint = wanted
             ) -> list[int]:
-                matcher = grammars.matcher(wanted)
-                state = AnswerConstraint(matcher, length, (END,), DEMO_VOCAB, grammars.end_token_ids)
+                state = WholeAnswer(grammars, wanted, num_prompt_tokens=length)
                 return allowed(state.masks(ids.tolist(), [])[0])
 
             with torch.inference_mode():
@@ -176,19 +178,21 @@ async def test_bad_constraints_and_plain_requests_do_not_disturb_each_other(plai
 async def test_a_constraint_that_becomes_too_complex_ends_its_own_request(
     plain: RunningDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = AnswerConstraint._mask
+    original = FollowedAnswer.step
 
-    def failing(self: AnswerConstraint) -> Any:
-        if self._num_read > 20:
-            self._error = "the grammar became too complex"
-        return original(self)
+    def failing(self: FollowedAnswer, process: ConstraintProcess, answer: AnswerSoFar, num_forced: int) -> Step:
+        step = original(self, process, answer, num_forced)
+        if len(answer.token_ids) > self._num_prompt_tokens + 20:
+            # The expression does not take the end of an answer here.
+            step.token_ids = [END]
+        return step
 
-    monkeypatch.setattr(AnswerConstraint, "_mask", failing)
+    monkeypatch.setattr(FollowedAnswer, "step", failing)
     bad = generate(plain, QUESTIONS[0], regex="[a-z]{80}", max_tokens=100)
     good = generate(plain, QUESTIONS[1], max_tokens=30)
     refused, answered = await asyncio.gather(bad, good, return_exceptions=True)
     assert isinstance(refused, grpc.aio.AioRpcError)
     assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "sampling.regex: the answer cannot go on: the grammar became too complex" in str(refused.details())
+    assert "sampling.regex: the answer cannot go on: the constraint became too complex" in str(refused.details())
     assert isinstance(answered, pb.GenerateResponse)
     assert answered.choices[0].finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)

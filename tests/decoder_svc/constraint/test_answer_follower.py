@@ -1,4 +1,4 @@
-"""Tests that answers are followed as by a matcher of this process, whatever becomes of the process that follows them."""
+"""Tests that answers are followed as by a matcher here, whatever becomes of the process that follows them."""
 
 from __future__ import annotations
 

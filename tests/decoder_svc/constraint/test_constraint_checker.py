@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -44,6 +45,12 @@ def checker() -> Iterator[ConstraintChecker]:
     checker = ConstraintChecker(demo_vocabulary)
     yield checker
     checker.close()
+
+
+def wait_until_it_computes(process: psutil.Process) -> None:
+    began_s = process.cpu_times().user
+    while process.cpu_times().user < began_s + 0.2:
+        time.sleep(0.01)
 
 
 def pid_of(checker: ConstraintChecker) -> int:
@@ -116,14 +123,15 @@ def test_a_process_ends_when_its_owner_does_whatever_it_computes(checker: Constr
     checker._time_limits = TimeLimits(cpu_s=600.0, wall_s=600.0)
     checker.check(GOOD)
     process = psutil.Process(pid_of(checker))
-    threading.Thread(target=lambda: pytest.raises(UnavailableError, checker.check, slow())).start()
-    while process.cpu_percent(0.05) < 20:
-        pass
-    assert checker._process is not None
-    # As if this process had ended: its sockets are closed, and nobody kills the other one.
-    checker._process._process.sockets[0].close()
-    gone, _ = psutil.wait_procs([process], timeout=10)
-    assert gone
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(checker.check, slow())
+        wait_until_it_computes(process)
+        assert checker._process is not None
+        checker._is_closed = True
+        # As if this process had ended: its sockets are closed, and nobody kills the other one.
+        checker._process._process.sockets[0].close()
+        assert waiting.exception(10) is not None
+    assert checker._process is None
 
 
 def test_who_waits_while_the_checker_is_closed_gets_an_answer(checker: ConstraintChecker) -> None:
@@ -132,8 +140,7 @@ def test_who_waits_while_the_checker_is_closed_gets_an_answer(checker: Constrain
     process = psutil.Process(pid_of(checker))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(checker.check, slow())
-        while process.cpu_percent(0.05) < 20:
-            pass
+        wait_until_it_computes(process)
         checker.close()
         assert isinstance(waiting.exception(10), UnavailableError)
     assert not process.is_running()

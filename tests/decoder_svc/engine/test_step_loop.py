@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from llguidance import LLMatcher
 
-from decoder_svc.constraint.grammars import Grammars, folder_grammars
+from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.engine import step_loop
 from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.heartbeat import Heartbeat
@@ -40,8 +39,7 @@ from lookonce.errors import (
     OverloadedError,
     UnavailableError,
 )
-from tests.conftest import DEMO_MODEL
-from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, demo_constraints
+from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, demo_constraints, demo_vocabulary
 from tests.decoder_svc.scheduling.simulation import image
 
 TIMEOUT_S = 60
@@ -481,26 +479,26 @@ def constrained(request_id: RequestId, pattern: str, max_tokens: int = 3) -> Req
     return Request(request_id, Prompt((20, 21, 22)), params, arrival_s=0.0)
 
 
-class SlowGrammars(Grammars):
+class SlowFollower(AnswerFollower):
     """Compiles nothing before it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: folder_grammars(DEMO_MODEL)._loaded_tokenizer())
+        super().__init__(demo_vocabulary, DEMO_VOCAB)
         self.may_go_on = threading.Event()
 
-    def matcher(self, constraint: Constraint) -> LLMatcher:
+    def prepare(self, constraint: Constraint) -> None:
         assert self.may_go_on.wait(TIMEOUT_S)
-        return super().matcher(constraint)
+        super().prepare(constraint)
 
 
 def test_requests_whose_constraints_are_compiled_keep_nobody_waiting(started: Callable[..., Running]) -> None:
     running = started()
-    running.loop._constraints = ConstraintDesk(grammars := SlowGrammars(), DEMO_VOCAB)
+    running.loop._constraints = ConstraintDesk(follower := SlowFollower())
     running.inbox.put(constrained(A, "[a-z]+"))
     running.inbox.put(constrained(B, "("))
     running.submit(C)
     assert running.answers(C) == {C: FinishReason.LENGTH}
-    grammars.may_go_on.set()
+    follower.may_go_on.set()
     ends = running.answers(A, B)
     # The runner of these tests has no sampler: it gives tokens that the expression does not take.
     assert isinstance(ends[A], FinishReason)
@@ -509,11 +507,11 @@ def test_requests_whose_constraints_are_compiled_keep_nobody_waiting(started: Ca
 
 def test_a_request_that_is_aborted_while_its_constraint_is_compiled_ends_once(started: Callable[..., Running]) -> None:
     running = started()
-    running.loop._constraints = ConstraintDesk(grammars := SlowGrammars(), DEMO_VOCAB)
+    running.loop._constraints = ConstraintDesk(follower := SlowFollower())
     running.inbox.put(constrained(A, "[a-z]+"))
     running.inbox.put(Abort(A, FinishReason.ABORT))
     assert running.answers(A) == {A: FinishReason.ABORT}
-    grammars.may_go_on.set()
+    follower.may_go_on.set()
     running.submit(B)
     assert running.answers(B) == {B: FinishReason.LENGTH}
     assert not running.loop._scheduler.has_requests()

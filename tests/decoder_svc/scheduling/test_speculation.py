@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.request_output import FinishReason
-from decoder_svc.scheduling.sampling_params import TokenIds
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from decoder_svc.scheduling.speculation import MAX_PAUSE, NO_SPECULATION, Speculation, SpeculationLimits
+from decoder_svc.scheduling.token_constraint import AnswerSoFar, ConstraintFollower
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import request, scheduler
 from tests.decoder_svc.scheduling.traffic import Traffic
@@ -274,19 +274,25 @@ def test_any_limits(seed: int, limits: SpeculationLimits) -> None:
 
 
 class Forced:
-    """A grammar that leaves no choice about the next tokens."""
+    """A grammar that leaves no choice about the next tokens, and its follower."""
 
     error = None
 
     def __init__(self, *token_ids: int) -> None:
         self._token_ids = list(token_ids)
-        self.num_asked: list[int] = []
 
-    def forced(self, token_ids: TokenIds, num_tokens: int) -> list[int]:
-        self.num_asked.append(num_tokens)
-        return self._token_ids[:num_tokens]
+    @property
+    def follower(self) -> ConstraintFollower:
+        return self
 
-    def masks(self, token_ids: TokenIds, draft_ids: Sequence[int]) -> list[bytes]:
+    def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
+        found = []
+        for answer in answers:
+            assert isinstance(answer.constraint, Forced)
+            found.append(answer.constraint._token_ids[:num_tokens])
+        return found
+
+    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
         raise AssertionError("the scheduler does not ask for masks")
 
 
