@@ -64,8 +64,8 @@ class Case:
 def random_schema(rng: random.Random) -> Case:
     """A schema of the shapes that people write; one of eight has a keyword that is not supported."""
     schema = _schema(rng, 3)
-    # They may refer to each other, but not so that a value has no end.
-    parts = {name: {"anyOf": [_schema(rng, 0), _schema(rng, 1)]} for name in _PARTS}
+    # They may refer to each other inside of objects and lists, so that a value can end.
+    parts = {name: {"anyOf": [_schema(rng, 0), rng.choice([_object, _array])(rng, 2)]} for name in _PARTS}
     unknown = None
     if rng.random() < 1 / 8:
         unknown = rng.choice(list(UNKNOWN_KEYWORDS))
