@@ -19,8 +19,7 @@ import msgspec
 from decoder_svc.constraint.constraint_checker import field_of
 from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.frames import Follow, Followed, Opening, Step, Vocabulary, encoded, received
-from decoder_svc.scheduling.sampling_params import Constraint
-from decoder_svc.scheduling.token_constraint import AnswerSoFar
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint
 from lookonce.errors import InvalidParameterError, LookonceError, UnavailableError
 from lookonce.logs import get_logger
 from lookonce.process.limited_process import send

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.engine.messages import Compiled
 from decoder_svc.scheduling.request import Request
-from decoder_svc.scheduling.sampling_params import Constraint
-from decoder_svc.scheduling.token_constraint import TokenConstraint
+from decoder_svc.scheduling.sampling_params import Constraint, TokenConstraint
 from lookonce.errors import InternalError, LookonceError
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import TypeAlias
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.sampling_params import TokenConstraint
 from decoder_svc.scheduling.scheduler_output import RowFetch
-from decoder_svc.scheduling.token_constraint import TokenConstraint
 from lookonce.errors import LookonceError
 from lookonce.forgotten import Forgotten
 

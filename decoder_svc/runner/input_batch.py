@@ -11,9 +11,8 @@ import numpy.typing as npt
 from decoder_svc.runner.sampling_state import SamplingState
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
-from decoder_svc.scheduling.token_constraint import TokenConstraint
 
 IntArray = npt.NDArray[np.int64]
 

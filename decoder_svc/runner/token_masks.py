@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decoder_svc.runner.input_batch import RequestRow
-from decoder_svc.scheduling.token_constraint import AnswerSoFar
+from decoder_svc.scheduling.sampling_params import AnswerSoFar
 
 # One mask per token that a row samples; None: any token.
 RowMasks = list[bytes] | None

@@ -11,8 +11,7 @@ from typing import NewType
 
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request_output import FinishReason, RequestUsage
-from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.token_constraint import TokenConstraint
+from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
 
 RequestId = NewType("RequestId", str)
 

@@ -9,8 +9,7 @@ from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, TokenLogprobs
 from decoder_svc.scheduling.row_range import RowRange
-from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.token_constraint import TokenConstraint
+from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.image_file import ImageFile
 

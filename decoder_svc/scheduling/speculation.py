@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.sampling_params import AnswerSoFar
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
-from decoder_svc.scheduling.token_constraint import AnswerSoFar
 
 # Most steps without drafts after a step in which all drafts were rejected.
 MAX_PAUSE = 32

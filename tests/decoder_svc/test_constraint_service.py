@@ -18,8 +18,7 @@ from decoder_svc.constraint.answer_follower import FollowedAnswer
 from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.frames import Step
 from decoder_svc.constraint.grammars import Grammars
-from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
-from decoder_svc.scheduling.token_constraint import AnswerSoFar
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, WholeAnswer, demo_grammars

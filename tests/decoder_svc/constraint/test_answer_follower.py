@@ -18,8 +18,7 @@ import pytest
 from decoder_svc.constraint import answer_follower
 from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswer
 from decoder_svc.constraint.grammars import Grammars
-from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
-from decoder_svc.scheduling.token_constraint import AnswerSoFar
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError
 from tests.decoder_svc.constraint.demo_constraints import (
     DEMO_VOCAB,

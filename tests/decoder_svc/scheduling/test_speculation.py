@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, ConstraintFollower
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from decoder_svc.scheduling.speculation import MAX_PAUSE, NO_SPECULATION, Speculation, SpeculationLimits
-from decoder_svc.scheduling.token_constraint import AnswerSoFar, ConstraintFollower
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import request, scheduler
 from tests.decoder_svc.scheduling.traffic import Traffic
