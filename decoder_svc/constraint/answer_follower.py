@@ -124,11 +124,11 @@ class AnswerFollower:
         return answer
 
     def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
-        """Implements ConstraintFollower."""
+        """Returns the tokens that grammars leave no choice about, as ConstraintFollower says."""
         return [[] if one is None else one.forced_ids for one in self._ask(answers, num_tokens).result()]
 
     def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
-        """Implements ConstraintFollower."""
+        """Begins to compute masks, as ConstraintFollower says."""
         question = self._ask(answers, 0)
 
         def masks() -> list[list[bytes]]:

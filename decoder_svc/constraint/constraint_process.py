@@ -40,7 +40,7 @@ class ConstraintProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The id of the process."""
         return self._process.pid
 
     @property
@@ -69,7 +69,7 @@ class ConstraintProcess:
         return self._process.was_killed_from_outside()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, also while it is asked."""
         self._process.stop()
         with self._checking:
             self._process.close()

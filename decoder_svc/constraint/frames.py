@@ -1,4 +1,4 @@
-"""What the service or the engine and a process with llguidance send each other: MessagePack with a length before it.
+"""The messages between a process with llguidance and its owner: MessagePack with a length before it.
 
 The process has three sockets: for its start, to check constraints, and to follow answers. When the first one is closed,
 it ends, whatever it is doing.
@@ -49,7 +49,7 @@ class Checked(msgspec.Struct, array_like=True):
 
 
 class Opening(msgspec.Struct, array_like=True):
-    """What the process must know of an answer at first."""
+    """An answer that the process does not know yet."""
 
     kind: str
     text: str
@@ -79,9 +79,9 @@ class Follow(msgspec.Struct, array_like=True):
 
 
 class Followed(msgspec.Struct, array_like=True):
-    """What is computed for one answer."""
+    """The masks or forced tokens of one answer."""
 
-    # Why no further token can be found; None: they were.
+    # The reason why no further token can be found, or None.
     error: str | None
     forced_ids: list[int]
     # One behind the tokens, and one behind each draft.

@@ -51,7 +51,7 @@ class LimitedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The id of the process."""
         return self._process.pid
 
     @property

@@ -128,7 +128,7 @@ def test_a_process_ends_when_its_owner_does_whatever_it_computes(checker: Constr
         wait_until_it_computes(process)
         assert checker._process is not None
         checker._is_closed = True
-        # As if this process had ended: its sockets are closed, and nobody kills the other one.
+        # The socket is closed and nobody kills the process, like when its owner ends.
         checker._process._process.sockets[0].close()
         assert waiting.exception(10) is not None
     assert checker._process is None

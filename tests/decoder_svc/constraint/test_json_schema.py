@@ -67,7 +67,7 @@ def takes(grammars: Grammars, schema: Any, text: str) -> bool:
             ['{"a": 8}'],
         ),
         ({"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 3}]}, ["2", "3"], ["1", "4"]),
-        # What says something about a value and restricts nothing.
+        # These keywords say something about a value and restrict nothing.
         ({"title": "t", "description": "d", "default": 1, "x-mine": {"any": 1}, "type": "null"}, ["null"], ["1"]),
     ],
     ids=str,
