@@ -149,6 +149,7 @@ class AsyncClient:
 
         The request is sent when the iteration starts.
         """
+        check_one_answer(options.get("n"))
         check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         attempts = self._calls.attempts(deadline)

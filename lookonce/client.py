@@ -161,6 +161,7 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> TextStream:
         """Answers as `generate` does, as a stream: iterate for the text, then read `.generation` or `.usage`."""
+        check_one_answer(options.get("n"))
         check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         prepared = PreparedPrompt(prompt, images, options)

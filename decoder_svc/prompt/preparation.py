@@ -28,6 +28,8 @@ from lookonce.errors import located_in_image
 from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.turns.fair_queue import CallerId
 
+# Seeds are unsigned numbers of 64 bits.
+_NUM_SEEDS = 2**64
 # Characters that a message, a part of it or a frame counts for. Rendering one takes up to 60 µs.
 _CHARS_PER_PART = 64
 
@@ -40,6 +42,12 @@ class PreparedRequest:
     # The parameters of `sampling`, with max_tokens limited to the context.
     params: SamplingParams
     sampling: CheckedSampling
+
+    def choice(self, index: int) -> PreparedRequest:
+        """Returns the request for the answer with this index, which counts up the seed."""
+        if self.params.seed is None or index == 0:
+            return self
+        return replace(self, params=replace(self.params, seed=(self.params.seed + index) % _NUM_SEEDS))
 
 
 class RequestPreparer:

@@ -11,6 +11,8 @@ from lookonce.errors import ContextTooLongError, InvalidParameterError, Unsuppor
 from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.model.sampling_ranges import SAMPLING_RANGES, shown
 
+# Most answers to one prompt.
+MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRING_CHARS = 1024
@@ -77,8 +79,8 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
 
     Raises InvalidParameterError naming the field (`sampling.top_p`), its value and the limit, or UnsupportedError.
     """
-    _check_supported(spec)
     _check_constraint(spec)
+    check_num_choices(spec.n)
     max_tokens = _integer("max_tokens", spec.max_tokens, 1, None, limits.default_max_tokens)
     # A constraint says by itself where an answer may end.
     least = defaults.min_tokens if spec.constraint is None else 0
@@ -104,6 +106,11 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
     return CheckedSampling(params, _stop_strings(spec.stop, limits), has_max_tokens=spec.max_tokens is not None)
 
 
+def check_num_choices(number: int | None) -> int:
+    """Returns the number of answers, 1 by default. Raises InvalidParameterError for one out of range."""
+    return _integer("n", number, 1, MAX_CHOICES, 1)
+
+
 def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:
     """Returns the parameters for a prompt of this length, with a default max_tokens reduced to the room that is left.
 
@@ -117,13 +124,6 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
             f"{num_prompt_tokens} prompt tokens plus {wanted} to generate are over the context of {max_context_tokens}"
         )
     return replace(params, max_tokens=min(params.max_tokens, num_free))
-
-
-def _check_supported(spec: SamplingSpec) -> None:
-    if spec.n == 0:
-        raise _out_of_range("n", 0, "at least 1")
-    if spec.n is not None and spec.n > 1:
-        raise UnsupportedError(f"sampling.n: {spec.n} choices requested, this server returns one per request")
 
 
 def _check_constraint(spec: SamplingSpec) -> None:
