@@ -44,10 +44,10 @@ class Arrival:
     priority: int = 0
     # Length limit of an answer, tokens; None: the request states none.
     max_tokens: int | None = None
-    # The number of answers, each of which takes a place.
-    num_choices: int = 1
     # Time to the deadline, the caller's or the server's default, seconds; None: no deadline.
     remaining_s: float | None = None
+    # The number of answers, each of which takes a place.
+    num_choices: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,9 @@ class RequestGate:
         self._check_place(arrival.num_choices)
         self._check_deadline(arrival)
         engine_id = RequestId(f"{request_id}#{next(self._num_admitted)}")
-        ticket = self._tickets[key] = Ticket(RequestId(request_id), engine_id, arrival.identity, arrival.priority, arrival.num_choices)
+        ticket = self._tickets[key] = Ticket(
+            RequestId(request_id), engine_id, arrival.identity, arrival.priority, arrival.num_choices
+        )
         try:
             with ticket.held:
                 yield ticket

@@ -240,7 +240,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._check_params(params)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         num_choices = check_num_choices(params.sampling.n if params.sampling.HasField("n") else None)
-        arrival = Arrival(identity, request_id, params.priority, max_tokens, num_choices, remaining_s)
+        arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
         with self._gate.admitted(arrival) as ticket:
             sampling = wire_request.parse_sampling(params.sampling)
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)

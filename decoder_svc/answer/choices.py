@@ -54,15 +54,15 @@ class Choices:
 def combined(usages: Sequence[RequestUsage]) -> RequestUsage:
     """Returns the usage of a request from those of its answers.
 
-    One answer computed the prompt, and the others found its blocks: what the prompt took is what that one took. Encodes
-    of images can count for any of them.
+    One answer computed the prompt, and the others found its blocks: what the prompt took is what that one took. The
+    encode of an image can be counted by any of them, and then the one that waited for its rows counts them as cached.
     """
     if len(usages) == 1:
         return usages[0]
     computed = min(usages, key=lambda usage: (usage.prompt_tokens == 0, usage.cached_prompt_tokens))
     num_rows = computed.encoded_image_tokens + computed.cached_image_tokens + computed.skipped_image_tokens
     encoded = min(num_rows, sum(usage.encoded_image_tokens for usage in usages))
-    cached = min(num_rows - encoded, computed.cached_image_tokens)
+    cached = max(0, computed.cached_image_tokens - (encoded - computed.encoded_image_tokens))
     begun = [usage for usage in usages if usage.queue_time_s > 0]
     answered = [usage for usage in usages if usage.time_to_first_token_s > 0]
     return replace(

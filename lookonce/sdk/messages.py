@@ -149,6 +149,12 @@ class PreparedPrompt:
         return asked
 
 
+def check_one_answer(number: int | None) -> None:
+    """Refuses several answers in a stream. Raises InvalidParameterError."""
+    if number is not None and number != 1:
+        raise InvalidParameterError("n", "a stream gives one answer; ask `generate` for several")
+
+
 def equal_error(error: EmbeddingNotCachedError) -> EmbeddingNotCachedError:
     """Returns an error that is equal and has no traceback, which would refer to a call and its images."""
     equal = EmbeddingNotCachedError(error.message, indexes=error.indexes)
