@@ -85,7 +85,7 @@ async def generating_choices(
     options: GenerationOptions,
     tokenizer: TextTokenizer,
 ) -> AsyncIterator[Choices]:
-    """Submits a request once for each id, and aborts what is left when the block is left. Raises what submitting does."""
+    """Submits a request once for each id, and aborts what has not ended when the block is left, as `generating` does."""
     async with AsyncExitStack() as stack:
         submitted = [
             await stack.enter_async_context(generating(engine, request_id, prepared.choice(index), options, tokenizer))

@@ -676,7 +676,7 @@ BAD: dict[str, tuple[pb.GenerateParams, type[errors.LookonceError]]] = {
     "too many stops": (params("what", stop=["a", "b", "c"]), INVALID),
     "empty stop": (params("what", stop=[""]), INVALID),
     "stop id": (params("what", stop_token_ids=[5000]), INVALID),
-    "n": (params("what", n=2), errors.UnsupportedError),
+    "n": (params("what", n=129), INVALID),
     "constraint": (params("what", regex="a("), INVALID),
     "constraint and min_tokens": (params("what", regex="a*", min_tokens=2), INVALID),
     "no choice": (params("what", choice=pb.ChoiceConstraint()), INVALID),

@@ -83,6 +83,7 @@ def test_numbers_inside_their_range_pass_unchanged(name: str, low: float, high: 
         (SamplingSpec(min_tokens=41), "min_tokens"),
         (SamplingSpec(logprobs=6), "logprobs"),
         (SamplingSpec(n=0), "n"),
+        (SamplingSpec(n=129), "n"),
         (SamplingSpec(stop=("a", "b", "c")), "stop"),
         (SamplingSpec(stop=("a", "")), "stop[1]"),
         (SamplingSpec(stop=("a" * (MAX_STOP_STRING_CHARS + 1),)), "stop[0]"),
@@ -99,11 +100,6 @@ def test_values_over_their_limits_are_refused_by_name(spec: SamplingSpec, field:
     with pytest.raises(InvalidParameterError) as caught:
         checked(spec)
     assert caught.value.field == f"sampling.{field}"
-
-
-def test_known_features_that_are_not_offered_say_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"sampling\.n"):
-        checked(SamplingSpec(n=2))
 
 
 DIGITS = Constraint(ConstraintKind.REGEX, "[0-9]+")
