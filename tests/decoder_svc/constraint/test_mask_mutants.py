@@ -31,7 +31,7 @@ from tests.decoder_svc.scheduling.mutation import Mutations, Patch
 
 mutation = Mutations()
 # The token that ends answers here, which is not the tokenizer's own.
-OWN_END = 9
+OWN_END = 1
 SCHEMA: Any = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "blue"]}, "code": {"type": "string", "pattern": '^[^"a]{1,2}$'}},

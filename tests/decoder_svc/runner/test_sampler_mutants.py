@@ -38,6 +38,7 @@ CHECKS: Sequence[Callable[[], object]] = (
     test_sampler.test_log_probabilities_are_those_without_the_mask,
     test_sampler.test_rows_with_masks_keep_the_next_step_waiting_and_the_likeliest_ids_are_not_taken,
     test_sampler.test_sampling_follows_the_softmax_at_its_temperature,
+    test_sampler.test_every_row_gets_the_references_token_in_any_batch,
 )
 
 
@@ -136,7 +137,7 @@ def log_probabilities_are_those_of_the_mask(patch: Patch) -> None:
 
     def masked(self: Sampler, adjusted: Tensor, logits: Tensor, rows: Any, places: Any) -> Tensor:
         found = original(self, adjusted, logits, rows, places)
-        logits.copy_(found)
+        logits.set_(found)  # type: ignore[call-overload]
         return found
 
     patch.setattr(Sampler, "_masked", masked)
