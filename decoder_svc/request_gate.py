@@ -202,7 +202,7 @@ class RequestGate:
             num_live = max(num_live, num_preparing + self._load().live_requests)
         if num_live + num_choices > self._max_live:
             raise OverloadedError(
-                f"{num_live} answers are being generated, the limit is {self._max_live}; come back later"
+                f"{num_live} requests are being served, the limit is {self._max_live}; come back later"
             )
 
     def _check_deadline(self, arrival: Arrival) -> None:

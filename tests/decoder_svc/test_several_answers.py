@@ -48,7 +48,7 @@ async def decoder(folder: pathlib.Path, request: pytest.FixtureRequest) -> Async
 async def plain(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
     async with (
         running_encoder(folder) as target,
-        running_decoder(folder, target, dtype="float32", max_live_requests=8) as decoder,
+        running_decoder(folder, target, dtype="float32", max_num_seqs=4, max_waiting_requests=4) as decoder,
     ):
         yield decoder
 
@@ -104,14 +104,15 @@ async def test_an_answer_that_a_stop_string_ends_is_not_continued_for_the_others
     # A text that is in one answer only.
     stop = free.choices[2].text[8:14]
     assert sum(stop in choice.text for choice in free.choices) == 1
-    call = plain.stub.GenerateStream(pb.GenerateStreamRequest(params=with_fields(request)), timeout=60)
     request.sampling.stop.append(stop)
     call = plain.stub.GenerateStream(pb.GenerateStreamRequest(params=request), timeout=60)
-    fewest = 4
+    has_stopped, fewest = False, 4
     async for event in call:
-        if event.HasField("finished") and event.finished.finish_reason == pb.FINISH_REASON_STOP:
+        has_stopped |= event.HasField("finished") and event.finished.finish_reason == pb.FINISH_REASON_STOP
+        if has_stopped and event.HasField("delta"):
             load = await plain.stub.GetLoad(pb.GetLoadRequest(), timeout=10)
             fewest = min(fewest, load.running_requests + load.waiting_requests)
+    assert has_stopped
     assert fewest < 4
 
 
