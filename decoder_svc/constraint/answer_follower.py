@@ -22,7 +22,6 @@ from decoder_svc.constraint.frames import Follow, Followed, Opening, Step, Vocab
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint
 from lookonce.errors import InvalidParameterError, LookonceError, UnavailableError
 from lookonce.logs import get_logger
-from lookonce.process.limited_process import send
 from lookonce.process.process_clock import ProcessClock, TimeLimits
 
 _STACK_BYTES = 16 << 20
@@ -31,6 +30,8 @@ _STACK_BYTES = 16 << 20
 _CPU_S = 3.0
 _CPU_S_PER_MASK = 0.05
 _WALL_S = 30.0
+# A process that waits for a question takes it at once.
+_SEND_TIMEOUT_S = 5.0
 # Processes that may end during one question by another reason than an answer.
 _MAX_DEATHS_OF_OTHERS = 3
 # Processes that an answer may end.
@@ -235,8 +236,8 @@ class _Question:
         asked = [self._answers[index] for index in self._open]
         steps = [_followed(answer).step(process, answer, self._num_forced) for answer in asked]
         with suppress(OSError):
-            frame = encoded(Follow(steps, self._follower.take_ended_ids()))
-            send(process.follow_socket, frame, self._clock(process).wait_s)
+            process.follow_socket.settimeout(_SEND_TIMEOUT_S)
+            process.follow_socket.sendall(encoded(Follow(steps, self._follower.take_ended_ids())))
 
     def _note_death(self, process: ConstraintProcess, was_timeout: bool, was_cpu_used_up: bool) -> None:
         """Ends a process that ended, or took too long, and finds out whether the answer in progress was the reason."""

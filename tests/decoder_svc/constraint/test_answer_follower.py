@@ -20,6 +20,7 @@ from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswe
 from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError
+from lookonce.process import process_clock
 from tests.decoder_svc.constraint.demo_constraints import (
     DEMO_VOCAB,
     END,
@@ -152,6 +153,7 @@ def test_an_answer_that_hangs_its_process_ends(follower: AnswerFollower, monkeyp
     # No processor time is allowed at all: whatever is asked first takes too long.
     monkeypatch.setattr(answer_follower, "_CPU_S", 0.0)
     monkeypatch.setattr(answer_follower, "_CPU_S_PER_MASK", 0.0)
+    monkeypatch.setattr(process_clock, "_LOOK_S", 0.0)
     follower.begin_masks([AnswerSoFar(bad, PROMPT)])()
     assert isinstance(bad.error, InvalidParameterError)
     monkeypatch.undo()
