@@ -171,15 +171,14 @@ class Sampler:
         """
         words = np.frombuffer(b"".join(row.mask for row in rows if row.mask is not None), dtype=np.uint8)
         allowed = unpacked_masks(self.move(torch.from_numpy(words.reshape(len(masked), -1).copy())), logits.shape[1])
-        places = self.move(torch.tensor(masked))
-        of_masked = adjusted.index_select(0, places).masked_fill_(~allowed, -torch.inf)
-        if adjusted is logits:
-            adjusted = logits.clone()
-        else:
-            is_empty = of_masked.amax(1, keepdim=True) == -torch.inf
-            alone = logits.index_select(0, places).masked_fill_(~allowed, -torch.inf)
-            of_masked = torch.where(is_empty, alone, of_masked)
-        return adjusted.index_copy_(0, places, of_masked)
+        places = None if len(masked) == len(rows) else self.move(torch.tensor(masked))
+        found = torch.where(allowed, _rows(adjusted, places), -torch.inf)
+        if adjusted is not logits:
+            is_empty = found.amax(1, keepdim=True) == -torch.inf
+            found = torch.where(is_empty, torch.where(allowed, _rows(logits, places), -torch.inf), found)
+        if places is None:
+            return found
+        return (logits.clone() if adjusted is logits else adjusted).index_copy_(0, places, found)
 
     def _penalise(self, flat: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> None:
         """Changes the logits of all rows, `[num_rows · vocab]`, in place.
@@ -228,6 +227,11 @@ class Sampler:
         for index, token_id in zip(beyond, drawn.tolist(), strict=True):
             token_ids[index] = token_id
         return beyond
+
+
+def _rows(logits: Tensor, places: Tensor | None) -> Tensor:
+    """Returns the rows at these places; None: all rows."""
+    return logits if places is None else logits.index_select(0, places)
 
 
 def unpacked_masks(masks: Tensor, vocab: int) -> Tensor:
