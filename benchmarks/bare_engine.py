@@ -7,6 +7,7 @@ output holds their times. No text is tokenized and nothing is sent over a networ
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import sys
@@ -79,12 +80,19 @@ async def serve(arguments: Sequence[str]) -> None:
     # The services import it this way, too.
     import_lean_transformers()
     from decoder_svc.assembly import build_engine, choose_device
+    from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
     from decoder_svc.rows.fetch_metrics import FetchMetrics
     from decoder_svc.service import load_text
 
     settings = parse_settings(DecoderSettings, arguments, "bare_engine")
     engine = build_engine(
-        settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())
+        settings,
+        choose_device(settings),
+        load_text(settings).family,
+        None,
+        None,
+        FetchMetrics(CollectorRegistry()),
+        functools.partial(folder_vocabulary, settings.model),
     )
     gc.collect()
     gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -12,10 +13,12 @@ from typing import Any, Self, TypeVar
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine, choose_device
+from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
+from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, SamplingParams
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
 from lookonce.server.settings_parser import parse_settings
@@ -37,11 +40,17 @@ class EngineAnswer:
 class EngineThread:
     """An engine and the event loop that submits to it, on a thread of its own."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        """Takes the command-line flags of the decoder."""
+    def __init__(self, arguments: Sequence[str], vocabulary: Vocabulary | None = None) -> None:
+        """Takes the command-line flags of the decoder. `vocabulary` replaces that of the model's tokenizer."""
         settings = parse_settings(DecoderSettings, arguments, "engine_thread")
         self._engine = build_engine(
-            settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())
+            settings,
+            choose_device(settings),
+            load_text(settings).family,
+            None,
+            None,
+            FetchMetrics(CollectorRegistry()),
+            functools.partial(folder_vocabulary, settings.model) if vocabulary is None else lambda: vocabulary,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
@@ -58,29 +67,33 @@ class EngineThread:
         self._thread.join(_STOP_TIMEOUT_S)
         self._loop.close()
 
-    def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[EngineAnswer]:
-        """Runs all prompts at once, greedily; each generates exactly `num_tokens` tokens."""
+    def run(
+        self, prompts: Sequence[tuple[int, ...]], num_tokens: int, constraint: Constraint | None = None
+    ) -> list[EngineAnswer]:
+        """Runs all prompts at once, greedily, under a constraint if any; each generates exactly `num_tokens` tokens."""
         self._num_sets += 1
-        return self._call(self._run(prompts, num_tokens))
+        stop_token_ids = frozenset() if constraint is None else frozenset({2})
+        params = SamplingParams(max_tokens=num_tokens, stop_token_ids=stop_token_ids, constraint=constraint)
+        return self._call(self._run(prompts, params))
 
     async def _start(self) -> None:
         self._engine.start()
 
-    async def _run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[EngineAnswer]:
+    async def _run(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> list[EngineAnswer]:
         started_s = time.monotonic()
         return await asyncio.gather(
-            *(self._ask(index, prompt, num_tokens, started_s) for index, prompt in enumerate(prompts))
+            *(self._ask(index, prompt, params, started_s) for index, prompt in enumerate(prompts))
         )
 
-    async def _ask(self, index: int, prompt: tuple[int, ...], num_tokens: int, started_s: float) -> EngineAnswer:
+    async def _ask(self, index: int, prompt: tuple[int, ...], params: SamplingParams, started_s: float) -> EngineAnswer:
         request_id = RequestId(f"{self._num_sets}-{index}")
-        stream = self._engine.submit(request_id, Prompt(prompt), SamplingParams(max_tokens=num_tokens))
+        stream = self._engine.submit(request_id, Prompt(prompt), params)
         first_s, found = 0.0, 0
         async for output in stream:
             if output.token_ids and not found:
                 first_s = time.monotonic()
             found += len(output.token_ids)
-        assert found == num_tokens, "nothing ends a request early"
+        assert found == params.max_tokens, "nothing ends a request early"
         return EngineAnswer(first_s - started_s, time.monotonic() - first_s)
 
     def _call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:

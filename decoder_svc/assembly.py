@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from decoder_svc.constraint.answer_follower import AnswerFollower
+from decoder_svc.constraint.frames import Vocabulary
+from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.core import EngineCore
 from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.engine_thread import EngineThread
@@ -48,6 +52,10 @@ _ROW_TIMEOUT_S = 60.0
 # Longest time that a token waits for others to share a message with, seconds. Tokens wait only while many requests run,
 # and never the first or the last one. The bound keeps the delay small for people who read along.
 _MAX_STREAM_DELAY_S = 0.15
+
+# Tokens that grammars leave no choice about and that one step computes as drafts, of all requests together. Each has a
+# row of logits.
+_MAX_FORCED_TOKENS = 32
 
 _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -97,8 +105,11 @@ def build_engine(
     store: EmbeddingStore | None,
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
+    load_vocabulary: Callable[[], Vocabulary],
 ) -> Engine:
     """Loads the language model and sizes its memory pools, here or in a process of its own. Blocks while it loads.
+
+    `load_vocabulary` is called for the first constraint of an engine in this process.
 
     Raises ModelFolderError for weights that do not match the model, and ConfigurationError for a KV pool that cannot
     hold a request and for settings that do not fit the model.
@@ -107,7 +118,7 @@ def build_engine(
     if device.engine_process:
         core = EngineProcess(settings.given_values(), settings.max_step_s)
     else:
-        core = load_core(settings, device, family, Heartbeat(settings.max_step_s))
+        core = load_core(settings, device, family, Heartbeat(settings.max_step_s), load_vocabulary)
     fetcher = EmbeddingFetcher(
         store,
         encoder,
@@ -120,7 +131,11 @@ def build_engine(
 
 
 def load_core(
-    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, heartbeat: Heartbeat
+    settings: DecoderSettings,
+    device: DeviceChoice,
+    family: DecoderFamily,
+    heartbeat: Heartbeat,
+    load_vocabulary: Callable[[], Vocabulary],
 ) -> EngineThread:
     """Loads the language model into this process and sizes its memory pools. Raises what `build_engine` raises."""
     _check_mask(settings, family)
@@ -136,7 +151,10 @@ def load_core(
             min_tokens_before_missing_row=limits.block_size,
             overlap_encode=settings.overlap_encode,
             speculation=SpeculationLimits(
-                settings.speculative_tokens, settings.speculative_ngram_min, settings.speculative_ngram_max
+                settings.speculative_tokens,
+                settings.speculative_ngram_min,
+                settings.speculative_ngram_max,
+                max_forced_tokens=0 if settings.deterministic else _MAX_FORCED_TOKENS,
             ),
         ),
         KVCacheManager(
@@ -148,7 +166,8 @@ def load_core(
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
-    return EngineThread(runner, scheduler, limits, heartbeat)
+    follower = AnswerFollower(load_vocabulary, runner.model.config.get_text_config().vocab_size)
+    return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 
 
 def _loaded(
@@ -214,7 +233,7 @@ def _limits(
         rows_per_image=family.max_rows_per_image,
         row_elements=(1 + family.num_levels) * text.hidden_size,
         row_dtype=ROW_DTYPES[runner.model.dtype],
-        num_draft_tokens=settings.speculative_tokens,
+        num_draft_tokens=max(settings.speculative_tokens, -(-_MAX_FORCED_TOKENS // settings.max_num_seqs)),
     )
     max_useful_blocks = settings.max_num_seqs * -(-context // block_size)
     sliding = _sliding_group(settings, runner, max_useful_blocks)

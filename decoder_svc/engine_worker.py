@@ -6,6 +6,7 @@ ends.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
     with long_lived_objects():
         import_lean_transformers(shows_progress=settings.log_format != "json")
         from decoder_svc.assembly import choose_device, load_core
+        from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
         from decoder_svc.engine.messages import Stop
         from decoder_svc.engine.process.codec import decode_in_process, encode_for_service, encode_start
         from decoder_svc.engine.process.published_heartbeat import PublishedHeartbeat
@@ -53,7 +55,8 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
     heartbeat = PublishedHeartbeat(settings.max_step_s, board)
     try:
         family = load_family(ModelFolder.open(settings.model), load_pretrained(settings.model))
-        core = load_core(settings, choose_device(settings), family, heartbeat)
+        load_vocabulary = functools.partial(folder_vocabulary, settings.model)
+        core = load_core(settings, choose_device(settings), family, heartbeat, load_vocabulary)
     except LookonceError as error:
         pipe.send(encode_start(error))
         return

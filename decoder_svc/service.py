@@ -12,6 +12,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import DeviceChoice, build_engine, choose_device
+from decoder_svc.constraint.constraint_checker import ConstraintChecker
+from decoder_svc.constraint.folder_vocabulary import tokenizer_vocabulary
+from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
@@ -200,7 +203,13 @@ async def open_service(
         encoder = encoder or _open_encoder(settings, device, text, tenants, stack)
         if store is not None:
             registry.register(StoreCollector(store, "decoder"))
-        engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry))
+
+        def load_vocabulary() -> Vocabulary:
+            return tokenizer_vocabulary(text.tokenizer.backend.to_str(), text.tokenizer.eos_token_id)
+
+        checker = ConstraintChecker(load_vocabulary)
+        stack.callback(checker.close)
+        engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry), load_vocabulary)
         engine.start()
         stack.push_async_callback(engine.stop)
         heard_removal = _listen_for_forgotten(settings, engine, stack)
@@ -212,7 +221,7 @@ async def open_service(
         servicer = DecoderServicer(
             model=_served_model(settings, text),
             engine=engine,
-            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, heard_removal),
+            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, checker, heard_removal),
             tokenizer=text.tokenizer,
             encoder=encoder,
             tenants=tenants,
@@ -243,6 +252,7 @@ def build_preparer(
     encoder: EncoderClient | None,
     store: EmbeddingStore | None,
     threads: PreparationThreads,
+    checker: ConstraintChecker,
     heard_removal: Callable[[], bytes | None] = lambda: None,
 ) -> RequestPreparer:
     """Returns the part that turns a parsed request into the prompt and the sampling parameters for the engine."""
@@ -267,6 +277,7 @@ def build_preparer(
         sampling_limits,
         limits.max_context_tokens,
         threads,
+        checker,
         heard_removal,
     )
 

@@ -17,11 +17,13 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from decoder_svc import wire_request, wire_response
-from decoder_svc.answer.generation import GenerationOptions, SubmittedRequest, generating
+from decoder_svc.answer.choices import Choices, generating_choices
+from decoder_svc.answer.generation import GenerationOptions
 from decoder_svc.engine.engine import Engine
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_spec import num_inline_bytes
+from decoder_svc.prompt.sampling_check import check_num_choices
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.rows.encoder_client import EncoderClient
@@ -96,47 +98,51 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     async def Generate(
         self, request: decoder_service_pb2.GenerateRequest, context: Context
     ) -> decoder_service_pb2.GenerateResponse:
-        """Returns the whole answer when it is complete."""
+        """Returns all answers when they are complete."""
         submitting = self._submitted(request.params, context)
         # Its images are copied from it, and an answer may take long.
         del request
-        async with submitting as (ticket, submitted):
-            await submitted.admission()
+        async with submitting as (ticket, answers):
+            await answers.admission()
             response = decoder_service_pb2.GenerateResponse(request_id=ticket.request_id)
-            choice, texts = response.choices.add(), []
+            texts: list[list[str]] = [[] for _ in range(ticket.num_choices)]
+            for index in range(ticket.num_choices):
+                response.choices.add(index=index)
             # Log probabilities are converted per increment: thousands at once would block the event loop.
-            async for increment in submitted.increments():
-                texts.append(increment.text)
+            async for index, increment in answers.increments():
+                choice = response.choices[index]
+                texts[index].append(increment.text)
                 choice.token_ids.extend(increment.token_ids)
                 choice.logprobs.extend(wire_response.token_logprobs(increment.logprobs))
                 if increment.finish_reason is not None:
                     choice.finish_reason = wire_response.finish_reason(increment.finish_reason)
-            choice.text = "".join(texts)
-            response.usage.CopyFrom(wire_response.usage(submitted.usage))
+                    choice.text = "".join(texts[index])
+            response.usage.CopyFrom(wire_response.usage(answers.usage))
             response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
             return response
 
     async def GenerateStream(
         self, request: decoder_service_pb2.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[decoder_service_pb2.GenerateStreamResponse]:
-        """Streams Started, one Delta per increment, and Finished."""
+        """Streams Started, one Delta per increment, and Finished for each answer."""
         response = decoder_service_pb2.GenerateStreamResponse
         submitting = self._submitted(request.params, context)
         # Its images are copied from it, and an answer may take long.
         del request
-        async with submitting as (ticket, submitted):
-            usage = wire_response.usage(await submitted.admission())
+        async with submitting as (ticket, answers):
+            usage = wire_response.usage(await answers.admission())
             yield response(started=decoder_service_pb2.StreamStarted(request_id=ticket.request_id, usage=usage))
-            token_index = 0
-            async for increment in submitted.increments():
+            num_tokens = [0] * ticket.num_choices
+            async for index, increment in answers.increments():
                 if increment.text or increment.token_ids:
-                    yield response(delta=wire_response.delta(increment, token_index))
-                token_index += len(increment.token_ids)
+                    yield response(delta=wire_response.delta(increment, index, num_tokens[index]))
+                num_tokens[index] += len(increment.token_ids)
                 if increment.finish_reason is not None:
                     yield response(
                         finished=decoder_service_pb2.StreamFinished(
+                            index=index,
                             finish_reason=wire_response.finish_reason(increment.finish_reason),
-                            usage=wire_response.usage(submitted.usage),
+                            usage=wire_response.usage(answers.usage),
                             replica_load=wire_response.replica_load(self._engine.load()),
                         )
                     )
@@ -214,13 +220,14 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         # An operator that names no tenant may end the requests of all tenants.
         tenant = None if identity.role is CallerRole.OPERATOR and not identity.tenant else identity.tenant
         for ticket in self._gate.abort(request.request_id, tenant):
-            self._engine.abort(ticket.engine_id)
+            for engine_id in ticket.engine_ids:
+                self._engine.abort(engine_id)
         return decoder_service_pb2.AbortRequestResponse()
 
     @asynccontextmanager
     async def _submitted(
         self, params: decoder_service_pb2.GenerateParams, context: Context
-    ) -> AsyncIterator[tuple[Ticket, SubmittedRequest]]:
+    ) -> AsyncIterator[tuple[Ticket, Choices]]:
         """Admits, prepares and submits a request. Leaving the block aborts it and frees its place."""
         arrival_s = time.monotonic()
         own_s = context.time_remaining()
@@ -232,7 +239,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         replace_request_id(request_id)
         self._check_params(params)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
-        arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s)
+        num_choices = check_num_choices(params.sampling.n if params.sampling.HasField("n") else None)
+        arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
         with self._gate.admitted(arrival) as ticket:
             sampling = wire_request.parse_sampling(params.sampling)
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
@@ -246,15 +254,17 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             del spec
             if ticket.is_aborted:
                 raise AbortedError("the request was aborted before it began")
-            async with generating(self._engine, ticket.engine_id, prepared, options, self._tokenizer) as submitted:
-                ticket.stream = submitted.stream
+            submitting = generating_choices(self._engine, ticket.engine_ids, prepared, options, self._tokenizer)
+            async with submitting as answers:
+                ticket.streams = tuple(one.stream for one in answers.submitted)
                 try:
-                    yield ticket, submitted
+                    yield ticket, answers
                 finally:
-                    self._gate.account(ticket, submitted.usage)
+                    self._gate.account(ticket, answers.usage)
             # A call that failed or was cancelled does not get here: its time says little about complete answers.
-            if submitted.served_s is not None:
-                self._gate.note_served(submitted.served_s, submitted.usage.completion_tokens)
+            for one in answers.submitted:
+                if one.served_s is not None:
+                    self._gate.note_served(one.served_s, one.usage.completion_tokens)
 
     def _tenant(self) -> Tenant:
         return self._tenants.named(current_identity().tenant)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import re
 from collections.abc import Sequence, Sized
 
@@ -25,6 +26,7 @@ from decoder_svc.prompt.prompt_spec import (
 )
 from decoder_svc.prompt.sampling_check import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
 from decoder_svc.scheduling.request import CacheScope
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2
@@ -42,6 +44,8 @@ _MIN_FRAMES = 2
 # above the servers' limits, and small enough to be parsed on the event loop (a few milliseconds). Without it a message
 # of 32 MiB could hold millions.
 _MAX_ELEMENTS = 4096
+# Most texts of which an answer is one.
+_MAX_CHOICES = 1024
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
 
@@ -106,8 +110,25 @@ def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
         n=stated.get("n"),
         ignore_eos=message.ignore_eos,
         logprobs=stated.get("logprobs"),
-        constraint=message.WhichOneof("constraint"),
+        constraint=_constraint(message),
     )
+
+
+def _constraint(message: decoder_service_pb2.SamplingParams) -> Constraint | None:
+    name = message.WhichOneof("constraint")
+    if name is None:
+        return None
+    kind = ConstraintKind(name)
+    if kind is ConstraintKind.JSON_OBJECT:
+        if not message.json_object:
+            raise InvalidParameterError("sampling.json_object", "must be true, or unset")
+        return Constraint(kind, "")
+    if kind is ConstraintKind.CHOICE:
+        texts = message.choice.texts
+        if not 1 <= len(texts) <= _MAX_CHOICES or not all(texts):
+            raise InvalidParameterError("sampling.choice", f"must have 1 to {_MAX_CHOICES} texts, none of them empty")
+        return Constraint(kind, json.dumps(list(texts)))
+    return Constraint(kind, getattr(message, name))
 
 
 def parse_cache_scope(message: decoder_service_pb2.GenerateParams, tenant: Tenant) -> CacheScope:

@@ -51,9 +51,10 @@ def token_logprobs(positions: Sequence[TokenLogprobs]) -> list[decoder_service_p
     ]
 
 
-def delta(increment: TextIncrement, token_index: int) -> decoder_service_pb2.StreamDelta:
-    """Converts one increment of choice 0. `token_index` is the index of its first token in the answer."""
+def delta(increment: TextIncrement, index: int, token_index: int) -> decoder_service_pb2.StreamDelta:
+    """Converts one increment of the choice `index`. `token_index` is the index of its first token in the answer."""
     return decoder_service_pb2.StreamDelta(
+        index=index,
         text=increment.text,
         token_ids=increment.token_ids,
         token_index=token_index,

@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.vision.vision_config import VisionConfig
+from lookonce.process.process_clock import TimeLimits
 from lookonce.server.settings import MIB, ServiceSettings
 
 # Default of decode_wall_timeout_s, as a multiple of decode_timeout_s.
@@ -92,11 +92,9 @@ class EncoderSettings(ServiceSettings):
         return VisionConfig(self.model, self.device, self.dtype, self.row_format)
 
     @property
-    def decode_time_limits(self) -> DecodeTimeLimits:
+    def decode_time_limits(self) -> TimeLimits:
         """The limits on the decoding of one image."""
-        return DecodeTimeLimits(
-            self.decode_timeout_s, self.decode_wall_timeout_s or _WALL_RATIO * self.decode_timeout_s
-        )
+        return TimeLimits(self.decode_timeout_s, self.decode_wall_timeout_s or _WALL_RATIO * self.decode_timeout_s)
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:

@@ -34,7 +34,14 @@ from lookonce.sdk.connections import AsyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
 from lookonce.sdk.in_threads import readers, run_until
-from lookonce.sdk.messages import PreparedPrompt, abort_request, detokenize_request, equal_error, token_texts_of
+from lookonce.sdk.messages import (
+    PreparedPrompt,
+    abort_request,
+    check_one_answer,
+    detokenize_request,
+    equal_error,
+    token_texts_of,
+)
 from lookonce.sdk.routing.affinity import with_affinity
 from lookonce.sdk.uploads import Turn
 
@@ -149,6 +156,7 @@ class AsyncClient:
 
         The request is sent when the iteration starts.
         """
+        check_one_answer(options.get("n"))
         check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         attempts = self._calls.attempts(deadline)

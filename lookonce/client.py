@@ -30,7 +30,14 @@ from lookonce.sdk.connection.tokens import Token
 from lookonce.sdk.connections import SyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
-from lookonce.sdk.messages import PreparedPrompt, abort_request, detokenize_request, equal_error, token_texts_of
+from lookonce.sdk.messages import (
+    PreparedPrompt,
+    abort_request,
+    check_one_answer,
+    detokenize_request,
+    equal_error,
+    token_texts_of,
+)
 from lookonce.sdk.routing.affinity import with_affinity
 from lookonce.sdk.text_stream import TextStream
 from lookonce.sdk.uploads import Turn
@@ -161,6 +168,7 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> TextStream:
         """Answers as `generate` does, as a stream: iterate for the text, then read `.generation` or `.usage`."""
+        check_one_answer(options.get("n"))
         check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         prepared = PreparedPrompt(prompt, images, options)

@@ -64,10 +64,15 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     # Number of alternatives per token with their log-probabilities; 0 is the sampled token only.
     logprobs: int | None
-    # Structured output; a server that does not offer it raises UnsupportedError.
-    json_schema: str | None
+    # Structured output, at most one: a JSON schema, as text or as objects of Python; a regular expression; a grammar in
+    # Lark's notation; any JSON object; or one of some texts.
+    json_schema: str | Mapping[str, object] | None
     regex: str | None
     grammar: str | None
+    json_object: bool | None
+    choice: Sequence[str] | None
+    # Number of answers, 1 to 128; `stream` gives one. They share the prompt, and answer i has the seed `seed` + i.
+    n: int | None
     # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
     request_id: str | None
     priority: int | None
@@ -105,6 +110,19 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several answers to one prompt."""
+
+    text: str
+    # Generated token ids.
+    token_ids: tuple[int, ...]
+    # "stop": end of sequence or a stop string; "length": max_tokens; "abort": aborted.
+    finish_reason: FinishReason
+    # As in Generation.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """The finished answer of a `generate` or `stream` call."""
 
@@ -118,3 +136,5 @@ class Generation:
     request_id: str
     # Per generated token (token id, natural-log probability), the sampled one first; empty unless asked for.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # The answers behind this one, if more than one was asked for. `usage` counts the prompt once and all their tokens.
+    others: tuple[Choice, ...] = ()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from decoder_svc.answer.generated_text import GeneratedText, TextIncrement
 from decoder_svc.engine.engine import Engine
@@ -42,9 +43,16 @@ class GenerationOptions:
 class SubmittedRequest:
     """A request that has been submitted to the engine, and its answer as text."""
 
-    def __init__(self, stream: OutputStream, text: GeneratedText, arrival_s: float) -> None:
-        """`arrival_s` is when the call arrived, monotonic clock; preparation since then counts as time in the queue."""
+    def __init__(
+        self, stream: OutputStream, text: GeneratedText, arrival_s: float, abort: Callable[[FinishReason], None]
+    ) -> None:
+        """`arrival_s` is when the call arrived, monotonic clock; preparation since then counts as time in the queue.
+
+        `abort` ends the request in the engine, if it has not ended there.
+        """
         self.stream = stream
+        self._abort = abort
+        self._has_left = False
         self._outputs = aiter(stream)
         # The only output of a request that was ended before its admission.
         self._early_end: RequestOutput | None = None
@@ -98,7 +106,14 @@ class SubmittedRequest:
                 if increment.finish_reason is not None:
                     return
 
-    def record_spans(self) -> None:
+    def leave(self) -> None:
+        """Ends the request in the engine and adds its phases to the call's trace, the first time."""
+        if not self._has_left:
+            self._has_left = True
+            self._abort(self.finish_reason or FinishReason.ABORT)
+            self._record_spans()
+
+    def _record_spans(self) -> None:
         """Adds the phases that the request has begun (queue, prefill, decode) to the call's trace."""
         now_s, usage = time.monotonic(), self.usage
         began_s = self._arrival_s + usage.queue_time_s if usage.queue_time_s > 0 else now_s
@@ -143,9 +158,9 @@ async def generating(
         deadline_s=options.deadline_s,
         cache_scope=options.cache_scope,
     )
-    submitted = SubmittedRequest(stream, GeneratedText(tokenizer, prepared.sampling), options.arrival_s)
+    text = GeneratedText(tokenizer, prepared.sampling)
+    submitted = SubmittedRequest(stream, text, options.arrival_s, partial(engine.abort, request_id))
     try:
         yield submitted
     finally:
-        engine.abort(request_id, submitted.finish_reason or FinishReason.ABORT)
-        submitted.record_spans()
+        submitted.leave()

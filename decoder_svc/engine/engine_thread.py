@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.core import EngineCore, EngineFacts
 from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
@@ -21,12 +22,17 @@ class EngineThread(EngineCore):
     """A step loop, its thread, and the inbox in front of it."""
 
     def __init__(
-        self, runner: ModelRunnerBase, scheduler: Scheduler, limits: EngineLimits, heartbeat: Heartbeat
+        self,
+        runner: ModelRunnerBase,
+        scheduler: Scheduler,
+        limits: EngineLimits,
+        heartbeat: Heartbeat,
+        constraints: ConstraintDesk,
     ) -> None:
         """`heartbeat` says from when on a step counts as hanging."""
         self.facts = EngineFacts(limits, runner.backend.name, runner.weight_bytes, kernel_choices())
         self._inbox = Inbox()
-        self._step_loop = StepLoop(runner, scheduler, self._inbox, self._hand_over, heartbeat)
+        self._step_loop = StepLoop(runner, scheduler, self._inbox, self._hand_over, heartbeat, constraints)
         self._post: Callable[[ToEventLoop], None] | None = None
 
     def start(self, post: Callable[[ToEventLoop], None]) -> None:

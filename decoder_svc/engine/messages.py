@@ -14,6 +14,7 @@ from typing import TypeAlias
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.sampling_params import TokenConstraint
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.errors import LookonceError
 from lookonce.forgotten import Forgotten
@@ -46,6 +47,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """The outcome of compiling a request's constraint, or the error that ends the request."""
+
+    request_id: RequestId
+    outcome: TokenConstraint | LookonceError
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
     """The answers of one step, in order. At most one per request has a finish reason or is an error."""
 
@@ -74,14 +83,14 @@ class Inbox:
     """Queue of messages for the engine thread. Any thread may put; only the engine thread takes."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Request | FetchedRows | FailedRows | Abort | _Forget | Stop] = (
+        self._queue: queue.SimpleQueue[Request | FetchedRows | FailedRows | Abort | Compiled | _Forget | Stop] = (
             queue.SimpleQueue()
         )
         self._forget_lock = threading.Lock()
         # Images to forget that the engine thread has not taken yet.
         self._to_forget: Forgotten | None = None
 
-    def put(self, message: Request | FetchedRows | FailedRows | Abort | Stop) -> None:
+    def put(self, message: Request | FetchedRows | FailedRows | Abort | Compiled | Stop) -> None:
         """Appends a message to the queue."""
         self._queue.put(message)
 
@@ -93,7 +102,7 @@ class Inbox:
         if not is_waiting:
             self._queue.put(_Forget())
 
-    def take(self, timeout_s: float | None) -> ToEngineThread | None:
+    def take(self, timeout_s: float | None) -> ToEngineThread | Compiled | None:
         """Removes and returns the oldest message, or None when none comes in time.
 
         Waits at most `timeout_s` seconds; None waits for any time.

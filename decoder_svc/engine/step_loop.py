@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import (
@@ -29,6 +30,7 @@ from decoder_svc.engine.messages import (
     Abort,
     Answer,
     Answers,
+    Compiled,
     Ended,
     FailedRows,
     Inbox,
@@ -89,6 +91,7 @@ class StepLoop:
         inbox: Inbox,
         post: Callable[[ToEventLoop], None],
         heartbeat: Heartbeat,
+        constraints: ConstraintDesk,
     ) -> None:
         """`post` is called on the engine thread and must not block.
 
@@ -100,6 +103,9 @@ class StepLoop:
         self._post = post
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._heartbeat = heartbeat
+        self._constraints = constraints
+        # Requests whose constraints are being compiled; the scheduler does not know them yet.
+        self._compiling: dict[RequestId, Request] = {}
         self._is_running = False
         self._has_died = False
         # Answers of the current step, until they are posted.
@@ -189,6 +195,7 @@ class StepLoop:
             self._is_running = False
             self._flush()
             self._post(Ended(UnavailableError(reason), self._has_died))
+            self._constraints.close()
 
     def _take_messages(self) -> bool:
         """Handles every message in the inbox, and waits for one while there is no work. Returns False on `Stop`."""
@@ -230,9 +237,11 @@ class StepLoop:
         self._restarted_head = head
         self._made_progress = True
 
-    def _handle(self, message: ToEngineThread) -> None:
+    def _handle(self, message: ToEngineThread | Compiled) -> None:
         if isinstance(message, Request):
-            self._scheduler.add(message)
+            self._begin(message)
+        elif isinstance(message, Compiled):
+            self._take_compiled(message)
         elif isinstance(message, FetchedRows):
             self._take_rows(message)
         elif isinstance(message, FailedRows):
@@ -240,10 +249,28 @@ class StepLoop:
         elif isinstance(message, Forgotten):
             self._scheduler.forget(message)
         elif isinstance(message, Abort):
-            request = self._scheduler.abort(message.request_id)
+            request = self._compiling.pop(message.request_id, None) or self._scheduler.abort(message.request_id)
             if request is not None:
                 output = RequestOutput((), (), message.reason, replace(request.usage))
                 self._outbox.append((request.request_id, output))
+
+    def _begin(self, request: Request) -> None:
+        if request.params.constraint is None:
+            self._scheduler.add(request)
+            return
+        self._compiling[request.request_id] = request
+        self._constraints.begin(request, self._inbox.put)
+
+    def _take_compiled(self, compiled: Compiled) -> None:
+        """Adds a request whose constraint is ready. It may have been aborted meanwhile."""
+        request = self._compiling.pop(compiled.request_id, None)
+        if request is None:
+            return
+        if isinstance(compiled.outcome, LookonceError):
+            self._outbox.append((compiled.request_id, compiled.outcome))
+            return
+        request.constraint = compiled.outcome
+        self._scheduler.add(request)
 
     def _take_rows(self, message: FetchedRows) -> None:
         """Stores rows that arrived. If that fails, the requests that need them end; later ones fetch the rows again."""
@@ -319,7 +346,7 @@ class StepLoop:
         except Exception as error:
             self._fail_step(error, launched.output, behind)
             return False
-        self._outbox.extend(_outputs(self._scheduler.update(launched.output, sampled)))
+        self._outbox.extend(_outputs(self._without_dead_ends(self._scheduler.update(launched.output, sampled))))
         if launched.output.chunks:
             # A step without chunks only removes requests from the batch: its success does not end a row of failures.
             self._num_failures = self._num_memory_failures = 0
@@ -329,6 +356,21 @@ class StepLoop:
             took_s = self._settled_s - began_s
             self._step_s += _STEP_WEIGHT * (took_s - self._step_s) if self._step_s else took_s
         return True
+
+    def _without_dead_ends(self, updates: list[TokenUpdate]) -> list[TokenUpdate]:
+        """Ends requests whose constraints have failed, and returns the updates of all others.
+
+        Their latest token was sampled without a constraint.
+        """
+        dead = {
+            update.request.request_id: update.request.constraint.error
+            for update in updates
+            if update.request.constraint is not None and update.request.constraint.error is not None
+        }
+        for request_id, error in dead.items():
+            self._scheduler.abort(request_id)
+            self._outbox.append((request_id, error))
+        return [update for update in updates if update.request.request_id not in dead]
 
     def _admission(self, request_id: RequestId) -> RequestOutput:
         return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))

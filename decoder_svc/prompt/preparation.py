@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_builder import PromptBuilder
@@ -27,6 +28,8 @@ from lookonce.errors import located_in_image
 from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.turns.fair_queue import CallerId
 
+# Seeds are unsigned numbers of 64 bits.
+_NUM_SEEDS = 2**64
 # Characters that a message, a part of it or a frame counts for. Rendering one takes up to 60 µs.
 _CHARS_PER_PART = 64
 
@@ -39,6 +42,12 @@ class PreparedRequest:
     # The parameters of `sampling`, with max_tokens limited to the context.
     params: SamplingParams
     sampling: CheckedSampling
+
+    def choice(self, index: int) -> PreparedRequest:
+        """Returns the request for the answer with this index, which counts up the seed."""
+        if self.params.seed is None or index == 0:
+            return self
+        return replace(self, params=replace(self.params, seed=(self.params.seed + index) % _NUM_SEEDS))
 
 
 class RequestPreparer:
@@ -53,6 +62,7 @@ class RequestPreparer:
         limits: SamplingLimits,
         max_context_tokens: int,
         threads: PreparationThreads,
+        checker: ConstraintChecker,
         heard_removal: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         """`heard_removal` returns the token of the last removal of images that this process has heard of."""
@@ -63,6 +73,7 @@ class RequestPreparer:
         self._limits = limits
         self._max_context_tokens = max_context_tokens
         self._threads = threads
+        self._checker = checker
         self._heard_removal = heard_removal
 
     async def prepare(
@@ -83,6 +94,9 @@ class RequestPreparer:
         Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
         """
         checked = check_sampling(sampling, self._defaults, self._limits)
+        if (constraint := checked.params.constraint) is not None and not self._checker.is_served(constraint):
+            caller = caller_of(tenant, request_id)
+            await self._threads.compile(caller, len(constraint.text), self._checker.check, constraint)
         prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked)

@@ -30,6 +30,8 @@ _NUM_FILE_THREADS = 2
 _NUM_LOOKUP_THREADS = 4
 # Threads that split videos, render templates, tokenize and detokenize: few ones compete with the engine's thread.
 _NUM_TEXT_THREADS = 2
+# Threads that wait for constraints to be compiled, which one process does one by one.
+_NUM_CONSTRAINT_THREADS = 1
 # Threads for longer texts. Each may take seconds, and the others stay free meanwhile.
 _NUM_LONG_TEXT_THREADS = 1
 # Longest text that is not a long one, characters. It takes 20 to 120 ms.
@@ -48,6 +50,7 @@ class PreparationThreads:
         self._lookups = TurnThreads(_NUM_LOOKUP_THREADS, "image-lookup")
         self._texts = TurnThreads(_NUM_TEXT_THREADS, "prompt")
         self._long_texts = TurnThreads(_NUM_LONG_TEXT_THREADS, "prompt-long")
+        self._constraints = TurnThreads(_NUM_CONSTRAINT_THREADS, "constraint")
 
     async def read_file(
         self,
@@ -83,9 +86,21 @@ class PreparationThreads:
         request = self._request(caller, max(MIN_TEXT_CHARS, num_chars))
         return await threads.run(request, function, *arguments, **keywords)
 
+    async def compile(
+        self,
+        caller: CallerId,
+        num_chars: int,
+        function: Callable[ArgumentsT, ResultT],
+        *arguments: ArgumentsT.args,
+        **keywords: ArgumentsT.kwargs,
+    ) -> ResultT:
+        """Calls `function`, which compiles a constraint of `num_chars` characters, when it is the caller's turn."""
+        request = self._request(caller, max(MIN_TEXT_CHARS, num_chars))
+        return await self._constraints.run(request, function, *arguments, **keywords)
+
     def close(self) -> None:
         """Drops what waits. Does not wait for the pieces in progress."""
-        for threads in (self._files, self._lookups, self._texts, self._long_texts):
+        for threads in (self._files, self._lookups, self._texts, self._long_texts, self._constraints):
             threads.close(wait=False)
 
     def _request(self, caller: CallerId, cost: int) -> TurnRequest:

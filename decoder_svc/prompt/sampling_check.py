@@ -6,15 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.model.sampling_ranges import SAMPLING_RANGES, shown
 
+# Most answers to one prompt.
+MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+# Longest text of a constraint. A grammar of this size is checked in about 50 ms.
+MAX_CONSTRAINT_CHARS = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ class SamplingSpec:
     n: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
-    # Name of the constraint field that is set (json_schema, regex or grammar); None: no constraint.
-    constraint: str | None = None
+    # None: any text.
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,11 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
 
     Raises InvalidParameterError naming the field (`sampling.top_p`), its value and the limit, or UnsupportedError.
     """
-    _check_supported(spec)
+    _check_constraint(spec)
+    check_num_choices(spec.n)
     max_tokens = _integer("max_tokens", spec.max_tokens, 1, None, limits.default_max_tokens)
+    # A constraint says by itself where an answer may end.
+    least = defaults.min_tokens if spec.constraint is None else 0
     params = SamplingParams(
         temperature=_number("temperature", spec.temperature, defaults.temperature),
         top_p=_number("top_p", spec.top_p, defaults.top_p),
@@ -88,12 +95,20 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
         frequency_penalty=_number("frequency_penalty", spec.frequency_penalty, 0.0),
         logit_bias=_logit_bias(spec.logit_bias or {}, defaults, limits.vocab_size),
         max_tokens=max_tokens,
-        min_tokens=_integer("min_tokens", spec.min_tokens, 0, max_tokens, min(defaults.min_tokens, max_tokens)),
+        min_tokens=_integer("min_tokens", spec.min_tokens, 0, max_tokens, min(least, max_tokens)),
         stop_token_ids=_stop_token_ids(spec, defaults, limits.vocab_size),
         seed=spec.seed,
+        constraint=spec.constraint,
         logprobs=None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0),
     )
+    if params.constraint is not None and not params.stop_token_ids:
+        raise UnsupportedError("this model has no end-of-sequence token, which structured output needs")
     return CheckedSampling(params, _stop_strings(spec.stop, limits), has_max_tokens=spec.max_tokens is not None)
+
+
+def check_num_choices(number: int | None) -> int:
+    """Returns the number of answers, 1 by default. Raises InvalidParameterError for one out of range."""
+    return _integer("n", number, 1, MAX_CHOICES, 1)
 
 
 def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:
@@ -111,13 +126,19 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
     return replace(params, max_tokens=min(params.max_tokens, num_free))
 
 
-def _check_supported(spec: SamplingSpec) -> None:
-    if spec.constraint is not None:
-        raise UnsupportedError(f"sampling.{spec.constraint}: this server does not support structured output")
-    if spec.n == 0:
-        raise _out_of_range("n", 0, "at least 1")
-    if spec.n is not None and spec.n > 1:
-        raise UnsupportedError(f"sampling.n: {spec.n} choices requested, this server returns one per request")
+def _check_constraint(spec: SamplingSpec) -> None:
+    if spec.constraint is None:
+        return
+    name = f"sampling.{spec.constraint.kind.value}"
+    is_empty = not spec.constraint.text and spec.constraint.kind is not ConstraintKind.JSON_OBJECT
+    if is_empty or len(spec.constraint.text) > MAX_CONSTRAINT_CHARS:
+        raise InvalidParameterError(
+            name, f"must be 1 to {MAX_CONSTRAINT_CHARS} characters long, got {len(spec.constraint.text)}"
+        )
+    if spec.ignore_eos:
+        raise InvalidParameterError("sampling.ignore_eos", f"cannot be combined with {name}")
+    if spec.min_tokens:
+        raise InvalidParameterError("sampling.min_tokens", f"cannot be combined with {name}")
 
 
 def _number(name: str, value: float | None, default: float) -> float:

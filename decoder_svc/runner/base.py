@@ -40,8 +40,8 @@ from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import Sampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
+from decoder_svc.runner.token_masks import begin_masks
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
-from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.families.base import Mask
 from lookonce.model.weight_bytes import weight_bytes
@@ -265,12 +265,17 @@ class ModelRunnerBase(ABC):
 
     def _launch_chunks(self, chunks: tuple[ScheduledChunk, ...], step: PendingStep) -> None:
         flat = self._flattened(chunks)
+        rows = [self.batch[request_id] for request_id in flat.sampled_ids]
+        masks = begin_masks(rows)
         decoded = self._replayed(flat, chunks)
         if decoded is not None:
-            self._sample(step, flat.sampled_ids, decoded.logits, decoded.likeliest)
-            return
-        inputs = self._prepare_inputs(flat)
-        self._sample(step, flat.sampled_ids, self._forward(inputs, self._embed(inputs, chunks)))
+            logits, likeliest = decoded.logits, decoded.likeliest
+        else:
+            inputs = self._prepare_inputs(flat)
+            logits, likeliest = self._forward(inputs, self._embed(inputs, chunks)), None
+        if rows:
+            sample = self.sampler.launch(logits, sample_rows(rows, masks()), likeliest)
+            step.add(sample, flat.sampled_ids, rows)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""
@@ -352,14 +357,3 @@ class ModelRunnerBase(ABC):
             has_row = torch.zeros(len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)
             levels = [level.index_select(0, rows) for level in embedded.levels]
             return self.language.logits_with_levels(*arguments, has_row, levels)
-
-    def _sample(
-        self,
-        step: PendingStep,
-        request_ids: tuple[RequestId, ...],
-        logits: Tensor,
-        likeliest: Tensor | None = None,
-    ) -> None:
-        if request_ids:
-            rows = [self.batch[request_id] for request_id in request_ids]
-            step.add(self.sampler.launch(logits, sample_rows(rows), likeliest), request_ids, rows)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from decoder_svc.runner.sampling_state import SamplingState
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
 
 IntArray = npt.NDArray[np.int64]
@@ -55,6 +55,7 @@ class RequestRow:
         num_tokens = len(admitted.token_ids)
         capacity = admitted.num_prompt_tokens + admitted.params.max_tokens
         self.params: SamplingParams = admitted.params
+        self.constraint: TokenConstraint | None = admitted.constraint
         self.sampling = SamplingState(admitted.params.seed, admitted.num_prompt_tokens)
         self.images: tuple[ImageItem, ...] = admitted.images
         self.mutual_spans: tuple[Span, ...] = admitted.mutual_spans

@@ -10,15 +10,23 @@ from torch import Tensor
 
 from decoder_svc.runner.input_batch import RequestRow
 from decoder_svc.runner.sampler import PendingSample, SampleRow
+from decoder_svc.runner.token_masks import RowMasks
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken
 
 
-def sample_rows(rows: Sequence[RequestRow]) -> list[SampleRow]:
-    """Returns the sampling parameters and preceding tokens for each row of logits."""
+def sample_rows(rows: Sequence[RequestRow], masks: Sequence[RowMasks]) -> list[SampleRow]:
+    """Returns the sampling parameters, preceding tokens and allowed tokens for each row of logits."""
     return [
-        SampleRow(row.params, ids, row.num_prompt_tokens, row.sampling, num_drafts)
-        for row in rows
+        SampleRow(
+            row.params,
+            ids,
+            row.num_prompt_tokens,
+            row.sampling,
+            num_drafts,
+            None if of_row is None else of_row[num_drafts],
+        )
+        for row, of_row in zip(rows, masks, strict=True)
         for num_drafts, ids in enumerate(row.contexts())
     ]
 

@@ -43,6 +43,8 @@ class SampleRow:
     state: SamplingState
     # Draft tokens at the end of `token_ids`, which may be dropped after this step.
     num_drafts: int = 0
+    # The tokens that may come next, as TokenConstraint.masks returns them; None: any.
+    mask: bytes | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -104,7 +106,9 @@ class Sampler:
         Get the result before the next `launch`, unless it says `may_run_ahead`.
         """
         batch = self._staged(rows, logits.shape[1])
-        if likeliest is not None and not batch.groups and not batch.changes_logits and batch.asking is None:
+        masked = [index for index, row in enumerate(rows) if row.mask is not None]
+        is_plain = not batch.changes_logits and not masked
+        if likeliest is not None and not batch.groups and is_plain and batch.asking is None:
             # The memory of `likeliest` may be a graph's, which the next step overwrites.
             chosen = likeliest.clone()
             return PendingSample(chosen, True, functools.partial(_finished, self.fetch(chosen), None, batch))
@@ -114,8 +118,11 @@ class Sampler:
             logits = logits.clone()
         logits = logits.float()
         adjusted = self._adjusted(logits, rows, batch)
-        chosen = self._chosen(adjusted, rows, batch, None if batch.changes_logits else likeliest)
+        if masked:
+            adjusted = self._masked(adjusted, logits, rows, masked)
+        chosen = self._chosen(adjusted, rows, batch, likeliest if is_plain else None)
         ids = self.fetch(chosen)
+        may_run_ahead = not batch.penalised and not masked
         if may_repeat:
             chosen = chosen.clamp(min=0)
         logprobs = None if batch.asking is None else self.fetch(_logprobs(logits, chosen, batch))
@@ -123,7 +130,7 @@ class Sampler:
         if not may_repeat:
             # The result holds no logits, so the next step can use their memory.
             finish = functools.partial(_finished, ids, logprobs, batch)
-            return PendingSample(chosen, not batch.penalised, finish)
+            return PendingSample(chosen, may_run_ahead, finish)
 
         def result() -> SampledRows:
             token_ids: list[int] = ids().tolist()
@@ -133,7 +140,7 @@ class Sampler:
                 numbers = self.fetch(_logprobs(logits, self.move(torch.tensor(token_ids)), batch))
             return SampledRows(token_ids, _listed(numbers, batch), repeated)
 
-        return PendingSample(chosen, not batch.penalised, result)
+        return PendingSample(chosen, may_run_ahead, result)
 
     def _staged(self, rows: Sequence[SampleRow], vocab: int) -> SamplingBatch:
         """Returns the parameters of these rows on the device; copies them only if they differ from the last step's."""
@@ -156,6 +163,22 @@ class Sampler:
         if batch.stop_places is not None:
             flat.index_fill_(0, batch.stop_places, -torch.inf)
         return logits
+
+    def _masked(self, adjusted: Tensor, logits: Tensor, rows: Sequence[SampleRow], masked: list[int]) -> Tensor:
+        """Excludes the tokens that constrained rows may not have next. `logits` stay as they are.
+
+        A constraint is stronger than biases and `min_tokens`: where these exclude all that is left, they do not count.
+        """
+        words = np.frombuffer(b"".join(row.mask for row in rows if row.mask is not None), dtype=np.uint8)
+        allowed = unpacked_masks(self.move(torch.from_numpy(words.reshape(len(masked), -1).copy())), logits.shape[1])
+        places = None if len(masked) == len(rows) else self.move(torch.tensor(masked))
+        found = torch.where(allowed, _rows(adjusted, places), -torch.inf)
+        if adjusted is not logits:
+            is_empty = found.amax(1, keepdim=True) == -torch.inf
+            found = torch.where(is_empty, torch.where(allowed, _rows(logits, places), -torch.inf), found)
+        if places is None:
+            return found
+        return (logits.clone() if adjusted is logits else adjusted).index_copy_(0, places, found)
 
     def _penalise(self, flat: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> None:
         """Changes the logits of all rows, `[num_rows · vocab]`, in place.
@@ -204,6 +227,17 @@ class Sampler:
         for index, token_id in zip(beyond, drawn.tolist(), strict=True):
             token_ids[index] = token_id
         return beyond
+
+
+def _rows(logits: Tensor, places: Tensor | None) -> Tensor:
+    """Returns the rows at these places; None: all rows."""
+    return logits if places is None else logits.index_select(0, places)
+
+
+def unpacked_masks(masks: Tensor, vocab: int) -> Tensor:
+    """Returns masks of bits, uint8 `[num_rows, num_bytes]`, as bools `[num_rows, vocab]`; the lowest bit is first."""
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
+    return (masks[:, :, None] & bits).ne(0).view(len(masks), -1)[:, :vocab]
 
 
 def _finished(ids: Callable[[], Tensor], logprobs: Callable[[], Tensor] | None, batch: SamplingBatch) -> SampledRows:

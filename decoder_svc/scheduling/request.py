@@ -11,7 +11,7 @@ from typing import NewType
 
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request_output import FinishReason, RequestUsage
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
 
 RequestId = NewType("RequestId", str)
 
@@ -59,6 +59,8 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        # The state of `params.constraint`; set before the request is added to a scheduler.
+        self.constraint: TokenConstraint | None = None
         # Seconds on the monotonic clock.
         self.arrival_s = arrival_s
         # Latest useful time of the first token, on the same clock; None: no deadline.

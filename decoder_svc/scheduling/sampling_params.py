@@ -1,8 +1,33 @@
-"""The sampling parameters of a request, with every default filled in."""
+"""The sampling parameters of a request, with every default filled in, and the constraint on its answer."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from lookonce.errors import LookonceError
+
+
+class ConstraintKind(enum.Enum):
+    """Languages in which a constraint is written, by the name of the contract's field."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    JSON_OBJECT = "json_object"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form that an answer must have."""
+
+    kind: ConstraintKind
+    # A JSON schema, a regular expression that matches the whole answer, a grammar in Lark's notation, or the texts of
+    # which the answer is one, as a JSON list; empty for any JSON object.
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +55,57 @@ class SamplingParams:
     seed: int | None = None
     # Alternatives reported per generated token. 0: only the sampled token. None: no log probabilities.
     logprobs: int | None = None
+    # None: any text.
+    constraint: Constraint | None = None
 
     @property
     def is_greedy(self) -> bool:
         """Whether every token is the most likely one."""
         return self.temperature == 0.0
+
+
+class TokenIds(Protocol):
+    """Ids of a sequence's tokens: a list, or an array of the runner."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: slice, /) -> Iterable[int]: ...
+
+
+class TokenConstraint(Protocol):
+    """The state of one answer's grammar. It follows the answer: tokens may only be appended between two questions."""
+
+    @property
+    def error(self) -> LookonceError | None:
+        """The reason why no further token can be found, or None. The request must end."""
+
+    @property
+    def follower(self) -> ConstraintFollower:
+        """Answers questions about this answer and others of the same engine, together."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSoFar:
+    """An answer that is asked about."""
+
+    constraint: TokenConstraint
+    # The tokens of prompt and answer.
+    token_ids: TokenIds
+    draft_ids: Sequence[int] = ()
+
+
+class ConstraintFollower(Protocol):
+    """Follows the grammars of many answers. The engine's thread uses it."""
+
+    def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
+        """Returns at most `num_tokens` tokens for each answer about which its grammar leaves no choice.
+
+        They are split as the tokenizer splits them. The same text may have other tokens, which the model may prefer.
+        """
+
+    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
+        """Begins to compute masks, and returns a function that waits for them. No other question may come before.
+
+        For each answer they are the tokens that may follow `token_ids`, and then each of the drafts. A mask has one bit
+        per token of the vocabulary, the lowest bit of the first byte first, and fills whole words of four bytes. Behind
+        a draft that may not follow, and after an error, every token is in the mask: nothing there is used.
+        """

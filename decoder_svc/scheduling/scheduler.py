@@ -129,8 +129,12 @@ class Scheduler:
         return step.output(released, self.encoder_cache.take_evicted(), self._row_demand.fetches)
 
     def may_run_ahead(self, output: SchedulerOutput) -> bool:
-        """Whether the next step can be scheduled before this one's tokens are known: drafts need them."""
-        return self.limits.speculation.max_draft_tokens == 0 or not any(chunk.samples for chunk in output.chunks)
+        """Whether the next step can be scheduled before this one's tokens are known: drafts and grammars need them."""
+        sampling = [chunk.request_id for chunk in output.chunks if chunk.samples]
+        if self.limits.speculation.max_draft_tokens > 0:
+            return not sampling
+        live = (self._requests.get(request_id) for request_id in sampling)
+        return all(request is None or request.constraint is None for request in live)
 
     def advance(self, output: SchedulerOutput) -> None:
         """Counts a step as computed before its tokens are known. The step before it must be settled."""

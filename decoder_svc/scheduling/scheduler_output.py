@@ -9,7 +9,7 @@ from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, TokenLogprobs
 from decoder_svc.scheduling.row_range import RowRange
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.image_file import ImageFile
 
@@ -27,6 +27,8 @@ class AdmittedRequest:
     # Spans with bidirectional attention; no chunk ends inside one.
     mutual_spans: tuple[Span, ...]
     params: SamplingParams
+    # None: any token may come next.
+    constraint: TokenConstraint | None = None
 
     @classmethod
     def of(cls, request: Request) -> AdmittedRequest:
@@ -39,6 +41,7 @@ class AdmittedRequest:
             positions=request.prompt.positions,
             mutual_spans=request.prompt.mutual_spans,
             params=request.params,
+            constraint=request.constraint,
         )
 
 

@@ -4,6 +4,9 @@ A step reads all weights even if it computes few tokens. So besides a request's 
 tokens. The runner samples after each of them as if it were known, and drafts are accepted as far as the samples agree.
 The answer is the same as without drafts, in fewer steps.
 
+Where a grammar leaves no choice about the next tokens, these are the drafts, whether or not prompt lookup is on: names
+and brackets of a JSON object then cost one step together.
+
 Drafts never delay a request: they use the token budget that is left after everything else is scheduled, and free blocks
 that are not cached, so they cause no preemption and no eviction. The results of a rejected draft are discarded: they
 are not published, their block is released, and their slot is written again.
@@ -16,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.sampling_params import AnswerSoFar
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 
 # Most steps without drafts after a step in which all drafts were rejected.
@@ -35,6 +39,8 @@ class SpeculationLimits:
     # Shortest and longest run of last tokens that is looked up in the request.
     ngram_min: int = 2
     ngram_max: int = 4
+    # Draft tokens of all requests in one step about which their grammars leave no choice; 0: no such drafts.
+    max_forced_tokens: int = 0
 
 
 NO_SPECULATION = SpeculationLimits(0)
@@ -48,6 +54,8 @@ class Speculation:
         self._kv_cache = kv_cache
         self._max_context_tokens = max_context_tokens
         self._drafters: dict[RequestId, _RequestDrafter] = {}
+        # The latest drafts of each request that come from its drafter.
+        self._guesses: dict[RequestId, tuple[int, ...]] = {}
         # Since start-up: draft tokens computed, and how many of them were accepted into an answer.
         self.num_drafted = 0
         self.num_accepted = 0
@@ -56,13 +64,27 @@ class Speculation:
         self, chunks: list[ScheduledChunk], requests: Mapping[RequestId, Request], token_budget: int
     ) -> None:
         """Appends drafts to chunks in place, in order. `token_budget` is the part of the step's budget that is left."""
-        if self._limits.max_draft_tokens == 0:
+        if self._limits.max_draft_tokens == self._limits.max_forced_tokens == 0:
             return
-        for index, chunk in enumerate(chunks):
-            request = requests[chunk.request_id]
-            if chunk.num_tokens > 1 or not chunk.samples or chunk.start < request.num_prompt_tokens:
-                continue
-            draft_ids = self._drafts(request, token_budget)
+        # Chunks that compute a request's last token, with the requests.
+        last = [
+            (index, request)
+            for index, chunk in enumerate(chunks)
+            for request in [requests[chunk.request_id]]
+            if chunk.num_tokens == 1 and chunk.samples and chunk.start >= request.num_prompt_tokens
+        ]
+        forced = self._forced([request for _, request in last])
+        forced_budget = self._limits.max_forced_tokens
+        for index, request in last:
+            chunk = chunks[index]
+            room = min(token_budget, self._room(request))
+            draft_ids = self._affordable(
+                request, forced.get(request.request_id, ())[: max(0, min(room, forced_budget))]
+            )
+            if draft_ids:
+                forced_budget -= len(draft_ids)
+            else:
+                draft_ids = self._guessed(request, min(room, self._limits.max_draft_tokens))
             if draft_ids:
                 chunks[index] = self._lengthened(chunk, request, draft_ids)
                 token_budget -= len(draft_ids)
@@ -77,7 +99,9 @@ class Speculation:
         """
         num_agreed = len(sampled) - 1
         assert tuple(token.token_id for token in sampled[:-1]) == chunk.draft_ids[:num_agreed], "a draft was changed"
-        self._drafters[request.request_id].settle(num_agreed, len(chunk.draft_ids))
+        # Forced tokens say nothing about how well the drafter guesses.
+        if self._guesses.get(request.request_id) == chunk.draft_ids:
+            self._drafters[request.request_id].settle(num_agreed, len(chunk.draft_ids))
         self.num_accepted += min(num_agreed, num_taken)
         # All taken tokens are computed except the last.
         request.num_computed_tokens += num_taken - 1
@@ -86,20 +110,41 @@ class Speculation:
 
     def forget(self, request_id: RequestId) -> None:
         """Drops the state of a request that ended; it may have none."""
+        self._guesses.pop(request_id, None)
         self._drafters.pop(request_id, None)
 
-    def _drafts(self, request: Request, token_budget: int) -> tuple[int, ...]:
-        """Returns the drafts for a request's next chunk, within all limits."""
+    def _room(self, request: Request) -> int:
+        """Returns the number of drafts that the request's answer and the context have room for."""
         # The last token of an answer is only sampled, never computed.
         num_answer_tokens_left = request.params.max_tokens - request.num_output_tokens - 1
         num_context_tokens_left = self._max_context_tokens - request.num_tokens - 1
-        num_wanted = min(self._limits.max_draft_tokens, token_budget, num_answer_tokens_left, num_context_tokens_left)
-        if num_wanted < 1:
+        return min(num_answer_tokens_left, num_context_tokens_left)
+
+    def _forced(self, requests: Sequence[Request]) -> dict[RequestId, tuple[int, ...]]:
+        """Returns the next tokens about which grammars leave no choice, of all requests that have one."""
+        constrained = [
+            (request.request_id, AnswerSoFar(request.constraint, request.token_ids))
+            for request in requests
+            if request.constraint is not None
+        ]
+        if not constrained or self._limits.max_forced_tokens == 0:
+            return {}
+        answers = [answer for _, answer in constrained]
+        found = answers[0].constraint.follower.forced(answers, self._limits.max_forced_tokens)
+        return {request_id: tuple(forced) for (request_id, _), forced in zip(constrained, found, strict=True)}
+
+    def _guessed(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Returns the drafter's guesses, as far as blocks are free."""
+        if num_tokens < 1:
             return ()
         drafter = self._drafters.get(request.request_id)
         if drafter is None:
             drafter = self._drafters[request.request_id] = _RequestDrafter(self._limits)
-        draft_ids = drafter.propose(request, num_wanted)
+        draft_ids = self._affordable(request, drafter.propose(request, num_tokens))
+        self._guesses[request.request_id] = draft_ids
+        return draft_ids
+
+    def _affordable(self, request: Request, draft_ids: tuple[int, ...]) -> tuple[int, ...]:
         return draft_ids[: self._kv_cache.num_spare_tokens(request, request.num_tokens, len(draft_ids))]
 
     def _lengthened(self, chunk: ScheduledChunk, request: Request, draft_ids: tuple[int, ...]) -> ScheduledChunk:

@@ -3,7 +3,6 @@
 It imports nothing that only the other side needs: each process has its own copy, and the first image waits for it. The
 two sides have a socket with this protocol:
 
-    start   = one byte: ready
     request = file length (8 bytes) | file
     answer  = header length (8 bytes) | header as JSON, or an error's name and text | pixels, [height, width, 3] bytes
 """
@@ -11,8 +10,6 @@ two sides have a socket with this protocol:
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import socket
 import struct
 import sys
@@ -22,9 +19,9 @@ from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageDecodeLimitError, LookonceError
 from lookonce.media.image_header import ImageLimits
 from lookonce.process.exact_receive import receive
+from lookonce.process.limited_side import limited_side
 
 LENGTH = struct.Struct("<Q")
-READY = b"r"
 
 
 def serve(connection: socket.socket, limits: ImageLimits) -> None:
@@ -59,15 +56,10 @@ def _error(error: LookonceError) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Runs the worker process. Arguments: FD MEMORY_BYTES MAX_BYTES MAX_PIXELS MAX_ASPECT."""
-    fd, memory_bytes, max_bytes, max_pixels, max_aspect = sys.argv[1:]
+    """Runs the worker process. Arguments: SOCKET MEMORY_BYTES MAX_BYTES MAX_PIXELS MAX_ASPECT."""
+    numbers, memory_bytes, max_bytes, max_pixels, max_aspect = sys.argv[1:]
     limits = ImageLimits(int(max_bytes), int(max_pixels), float(max_aspect))
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C in a terminal reaches all processes of the group, but only the owner may end this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=int(fd)) as connection:
-        connection.sendall(READY)
+    with limited_side(numbers, int(memory_bytes)) as (connection,):
         serve(connection, limits)
 
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import PIL.Image
 
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.images.quarantine import Quarantine
@@ -17,6 +16,7 @@ from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import FramePair, ImageFile, files_of
 from lookonce.media.image_header import ImageHeader, ImageLimits, probe_file
 from lookonce.model.lack_of_memory import memory_errors
+from lookonce.process.process_clock import TimeLimits
 from lookonce.threads import run_in_thread
 
 
@@ -28,7 +28,7 @@ class Preprocessor:
         adapter: VisionAdapter,
         limits: ImageLimits,
         num_workers: int,
-        time_limits: DecodeTimeLimits,
+        time_limits: TimeLimits,
         quarantine: Quarantine,
     ) -> None:
         """`time_limits` bound the decoding of one image.

@@ -44,7 +44,7 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "logprobs": HONOURED,
     "top_logprobs": Field("honoured", "At most the decoder's max_logprobs."),
     "response_format": Field(
-        "honoured", "`text`. `json_object` and `json_schema` are refused by decoders without structured output."
+        "honoured", "`text`, `json_object` and `json_schema`, which always holds, as with `strict`."
     ),
     "stream": HONOURED,
     "stream_options": Field("honoured", "`include_usage`; with it `continuous_usage_stats`, as vLLM has it."),
@@ -182,6 +182,9 @@ class ChatRequest:
         return {"content": await chat_logprobs(tokens, self.num_top, context.token_texts), "refusal": None}
 
 
+_ANY_OBJECT = '{"type": "object"}'
+
+
 def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
     """Returns the JSON schema of a format for answers, as text; None for plain text.
 
@@ -194,7 +197,7 @@ def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return '{"type": "object"}'
+        return _ANY_OBJECT
     if kind != "json_schema":
         raise format_fields.wrong("type", "must be text, json_object or json_schema")
     where = name if nested is None else f"{name}.{nested}"

@@ -51,6 +51,7 @@ def sampling_options(fields: Fields) -> GenerateOptions:
         "ignore_eos": fields.flag("ignore_eos"),
         "regex": fields.text("regex"),
         "grammar": fields.text("grammar"),
+        "choice": fields.texts("choice"),
         "priority": fields.integer("priority"),
         "cache_salt": fields.text("cache_salt"),
         "bypass_prefix_cache": fields.flag("bypass_prefix_cache"),

@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import InternalError
-from lookonce.generation import FinishReason, Generation, TokenLogprobs, Usage
+from lookonce.generation import Choice, FinishReason, Generation, TokenLogprobs, Usage
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     decoder_pb2.FINISH_REASON_STOP: "stop",
@@ -86,17 +86,26 @@ class Transcript:
 
 
 def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
-    """Returns the first choice of a response. Raises InternalError if it has none."""
+    """Returns the choices of a response. Raises InternalError if it has none."""
     if not response.choices:
         raise _error_of("the answer has no choice", response.request_id)
-    choice = response.choices[0]
+    first, *others = [
+        Choice(
+            text=choice.text,
+            token_ids=tuple(choice.token_ids),
+            finish_reason=_FINISH_REASONS.get(choice.finish_reason, "abort"),
+            logprobs=tuple(_logprobs(choice.logprobs)),
+        )
+        for choice in response.choices
+    ]
     return Generation(
-        text=choice.text,
-        token_ids=tuple(choice.token_ids),
-        finish_reason=_FINISH_REASONS.get(choice.finish_reason, "abort"),
+        text=first.text,
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
         usage=usage_of(response.usage),
         request_id=response.request_id,
-        logprobs=tuple(_logprobs(choice.logprobs)),
+        logprobs=first.logprobs,
+        others=tuple(others),
     )
 
 

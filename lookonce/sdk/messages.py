@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ _REQUEST_FIELDS = ("request_id", "priority", "cache_salt", "adapter", "bypass_pr
 # Endings of the names of image files, by which a path that was given as text is noticed.
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif")
 _MAX_PATH_LENGTH = 4096
+# Options of which a request has at most one.
+_CONSTRAINTS = frozenset({"json_schema", "regex", "grammar", "json_object", "choice"})
 _CONTAINER_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 
 
@@ -144,6 +147,12 @@ class PreparedPrompt:
         if not asked or not all(_has_bytes(self._visuals[index]) for index in asked):
             raise equal_error(error)
         return asked
+
+
+def check_one_answer(number: int | None) -> None:
+    """Refuses several answers in a stream. Raises InvalidParameterError."""
+    if number is not None and number != 1:
+        raise InvalidParameterError("n", "a stream gives one answer; ask `generate` for several")
 
 
 def equal_error(error: EmbeddingNotCachedError) -> EmbeddingNotCachedError:
@@ -288,14 +297,28 @@ def _checked_text(text: str) -> str:
 def _sampling(options: Mapping[str, object]) -> decoder_pb2.SamplingParams:
     """Sets only the given options, so that zero and unset differ. Raises InvalidParameterError for unusable values."""
     sampling = decoder_pb2.SamplingParams()
+    if len(constraints := _CONSTRAINTS & options.keys()) > 1:
+        raise InvalidParameterError(min(constraints), f"cannot be combined with {max(constraints)}")
     for name, value in options.items():
         if name in _REQUEST_FIELDS or name == "timeout_s":
             continue
         if name in _CONTAINER_FIELDS:
             _fill(sampling, name, value)
+        elif name == "choice":
+            sampling.choice.SetInParent()
+            _fill(sampling.choice, "texts", value)
+        elif name == "json_schema" and isinstance(value, Mapping):
+            _assign(sampling, name, _json(name, value))
         else:
             _assign(sampling, name, value)
     return sampling
+
+
+def _json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidParameterError(name, "is no JSON") from None
 
 
 def _assign(message: Any, name: str, value: object) -> None:

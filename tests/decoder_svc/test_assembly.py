@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 import threading
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc import assembly
 from decoder_svc.assembly import DeviceChoice, choose_device
+from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.cpu.runner import CPUModelRunner
@@ -78,7 +80,9 @@ def test_the_engine_is_built_with_the_devices_settings(tmp_path: pathlib.Path) -
     settings = parsed("--model", str(folder), "--num-kv-blocks", "8", "--num-threads", "1")
     family = load_text(settings).family
     device = choose_device(settings)
-    core = assembly.load_core(settings, device, family, Heartbeat(math.inf))
+    core = assembly.load_core(
+        settings, device, family, Heartbeat(math.inf), functools.partial(folder_vocabulary, folder)
+    )
     assert core.facts.limits.block_size == 32
     runner = core._step_loop._runner
     assert runner.config.dtype is runner.model.dtype is torch.bfloat16
@@ -112,7 +116,15 @@ def test_loading_leaves_no_threads_but_the_engine_s(monkeypatch: pytest.MonkeyPa
     folder = tiny_models.build_llava_clip(tmp_path / "llava")
     settings = parse_settings(DecoderSettings, ["--model", str(folder), "--num-kv-blocks", "8"], "decoder_svc")
     family = load_text(settings).family
-    assembly.build_engine(settings, choose_device(settings), family, None, None, FetchMetrics(CollectorRegistry()))
+    assembly.build_engine(
+        settings,
+        choose_device(settings),
+        family,
+        None,
+        None,
+        FetchMetrics(CollectorRegistry()),
+        functools.partial(folder_vocabulary, folder),
+    )
     (loader,) = loaders
     assert loader is not threading.current_thread()
     assert not loader.is_alive()

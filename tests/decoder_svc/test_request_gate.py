@@ -85,16 +85,34 @@ async def test_a_request_that_the_engine_has_ended_frees_its_place_before_its_an
     tickets = service.enter(NUM_PLACES + 3)
     assert service.gate.expected_s(0, None) > 0
     for ticket in tickets:
-        ticket.stream = OutputStream()
+        ticket.streams = (OutputStream(),)
     assert service.gate.expected_s(0, None) > 0, "the engine has work for all of them"
     for ticket in tickets:
-        assert ticket.stream is not None
-        ticket.stream.fail(UnavailableError("encoder away"))
+        ticket.streams[0].fail(UnavailableError("encoder away"))
     assert service.gate.expected_s(0, None) == 0
     service.enter(NUM_PLACES - 1)
     assert service.gate.expected_s(0, None) == 0
     service.enter()
     assert service.gate.expected_s(0, None) > 0
+
+
+def test_each_answer_of_a_request_takes_a_place(service: Service) -> None:
+    request_id = service.gate.request_id_for(ANYBODY, "", None)
+    several = Arrival(ANYBODY, request_id, num_choices=NUM_PLACES - 1)
+    (ticket,) = [service.live.enter_context(service.gate.admitted(several))]
+    assert len(set(ticket.engine_ids)) == NUM_PLACES - 1
+    assert service.gate.expected_s(0, None) == 0
+    service.enter()
+    assert service.gate.expected_s(0, None) > 0
+    # One of its answers has ended, and its place is free.
+    ticket.streams = tuple(OutputStream() for _ in range(NUM_PLACES - 1))
+    ticket.streams[1].fail(UnavailableError("encoder away"))
+    assert service.gate.expected_s(0, None) == 0
+    too_many = Arrival(ANYBODY, "more", num_choices=MAX_LIVE)
+    with pytest.raises(OverloadedError), service.gate.admitted(too_many):
+        pass
+    with service.gate.admitted(Arrival(ANYBODY, "more", num_choices=MAX_LIVE // 2)):
+        pass
 
 
 def test_a_request_that_would_end_too_late_is_refused_with_advice(service: Service) -> None:

@@ -18,6 +18,7 @@ from decoder_svc.prompt.prompt_spec import (
     TokenPrompt,
     VideoPart,
 )
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
@@ -143,7 +144,7 @@ def test_values_that_are_not_set_are_none_and_zero_is_set() -> None:
     assert wire_request.parse_sampling(pb.SamplingParams()).temperature is None
     spec = wire_request.parse_sampling(pb.SamplingParams(temperature=0.0, top_k=0, seed=0, stop=["."], regex="a*"))
     assert (spec.temperature, spec.top_k, spec.seed) == (0.0, 0, 0)
-    assert (spec.stop, spec.constraint) == ((".",), "regex")
+    assert (spec.stop, spec.constraint) == ((".",), Constraint(ConstraintKind.REGEX, "a*"))
     assert spec.max_tokens is None
 
 

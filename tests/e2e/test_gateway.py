@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from lookonce.aio import AsyncClient
@@ -142,3 +144,24 @@ async def test_a_file_that_is_no_image_is_refused(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await gateway.client.chat.completions.create(model=MODEL, messages=question(Picture(b"no image", "")))
     assert caught.value.code == "IMAGE_UNDECODABLE"
+
+
+class Place(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "pink", "black"]
+    places: Annotated[list[Literal[1, 2, 3]], pydantic.Field(max_length=3)]
+
+
+async def test_answers_have_the_form_that_was_asked_for(gateway: Gateway) -> None:
+    (picture,) = fresh(1)
+    asked: Any = {"model": MODEL, "messages": question(picture), "max_tokens": 80, "temperature": 1, "seed": 3}
+    parsed = await gateway.client.chat.completions.parse(**asked, response_format=Place)
+    assert isinstance(parsed.choices[0].message.parsed, Place)
+    anything = await gateway.client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert isinstance(json.loads(anything.choices[0].message.content or ""), dict)
+    chosen = await gateway.client.chat.completions.create(**asked, extra_body={"choice": ["a cat", "a dog"]})
+    assert chosen.choices[0].message.content in ("a cat", "a dog")
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError, match=r"response_format.*Unimplemented keys: ..not") as caught:
+        await gateway.client.chat.completions.create(**asked, response_format=wrong)
+    assert caught.value.param == "response_format"

@@ -6,10 +6,10 @@ import pathlib
 
 import pytest
 
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.errors import ConfigurationError
+from lookonce.process.process_clock import TimeLimits
 from lookonce.server.settings_parser import parse_settings
 
 
@@ -60,8 +60,8 @@ def test_the_vision_model_gets_all_settings_that_decide_its_rows() -> None:
 
 
 def test_a_starved_decoding_ends_after_its_own_limit() -> None:
-    assert parsed().decode_time_limits == DecodeTimeLimits(cpu_s=10.0, wall_s=60.0)
+    assert parsed().decode_time_limits == TimeLimits(cpu_s=10.0, wall_s=60.0)
     assert parsed("--decode-timeout-s", "20").decode_time_limits.wall_s == 120.0
-    assert parsed("--decode-wall-timeout-s", "15").decode_time_limits == DecodeTimeLimits(cpu_s=10.0, wall_s=15.0)
+    assert parsed("--decode-wall-timeout-s", "15").decode_time_limits == TimeLimits(cpu_s=10.0, wall_s=15.0)
     with pytest.raises(ConfigurationError, match="decode_wall_timeout_s=5 must be at least decode_timeout_s=10"):
         parsed("--decode-wall-timeout-s", "5")

@@ -19,7 +19,7 @@ from typing import Any
 
 from decoder_svc.engine.core import EngineCore
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
-from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEngineThread, ToEventLoop
+from decoder_svc.engine.messages import Abort, Answers, Compiled, Ended, FailedRows, Inbox, Stop, ToEventLoop
 from decoder_svc.engine.process.codec import decode_in_service, decode_start, encode_for_process
 from decoder_svc.engine.process.figure_board import FigureBoard
 from decoder_svc.engine.process.pipe import Pipe
@@ -150,8 +150,9 @@ class EngineProcess(EngineCore):
         """Sends every queued message up to `Stop`, on a thread of its own."""
         with suppress(OSError):
             while True:
-                message: ToEngineThread | None = self._inbox.take(None)
+                message = self._inbox.take(None)
                 assert message is not None, "take() waits for any time"
+                assert not isinstance(message, Compiled), "the engine's process compiles constraints"
                 frame, payload = encode_for_process(message)
                 self._pipe.send(frame, payload)
                 if isinstance(message, Stop):

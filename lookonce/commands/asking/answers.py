@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from lookonce.client import TextStream
 from lookonce.commands.output import err, visible
-from lookonce.generation import Generation, Usage
+from lookonce.generation import Choice, Generation, Usage
 
 
 def stream_text(stream: TextStream) -> None:
@@ -21,6 +21,14 @@ def stream_text(stream: TextStream) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     err.print(f"[dim]{escape(usage_line(stream.usage))}[/]", soft_wrap=True)
+
+
+def print_answers(answer: Generation) -> None:
+    """Prints several answers to one question, each behind its number, and their cost to stderr."""
+    for number, one in enumerate((answer, *answer.others), start=1):
+        sys.stdout.write(f"[{number}] {visible(one.text)}\n")
+    sys.stdout.flush()
+    err.print(f"[dim]{escape(usage_line(answer.usage))}[/]", soft_wrap=True)
 
 
 def json_answer(answer: Generation, num_images: int, num_video_frames: int, total_time_s: float) -> dict[str, Any]:
@@ -40,6 +48,15 @@ def json_answer(answer: Generation, num_images: int, num_video_frames: int, tota
     }
     if answer.logprobs:
         content["logprobs"] = answer.logprobs
+    if answer.others:
+        content["others"] = [_other(choice) for choice in answer.others]
+    return content
+
+
+def _other(choice: Choice) -> dict[str, Any]:
+    content = asdict(choice)
+    if not choice.logprobs:
+        del content["logprobs"]
     return content
 
 

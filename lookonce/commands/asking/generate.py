@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lookonce.client import Client
-from lookonce.commands.asking.answers import json_answer, stream_text
+from lookonce.commands.asking.answers import json_answer, print_answers, stream_text
 from lookonce.commands.asking.questions import chat_prompt, left_s, question_of, raw_prompt
 from lookonce.commands.asking.sampling import takes_sampling
 from lookonce.commands.options import AsJson, ImageNames, MaxPixels, System, Target, Timeout, filled
@@ -55,6 +55,16 @@ def generate(
             "placeholder once for each image; without any, the images come before the text.",
         ),
     ] = False,
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--answers",
+            min=1,
+            max=128,
+            help="Number of answers, with seeds that count up. They are not streamed.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="With --json: report each token's log probability, and so many others.")
@@ -79,15 +89,16 @@ def generate(
         asked = _prompt(client, raw, system, images, videos, text, deadline)
         options: GenerateOptions = {**sampling, "logprobs": logprobs, "request_id": request_id}
         options["timeout_s"] = left_s(deadline)
-        with client.stream(asked, **options) as stream:
-            if not as_json:
+        if not as_json and number in (None, 1):
+            with client.stream(asked, **options) as stream:
                 stream_text(stream)
-                return
-            for _ in stream:
-                pass
-            num_frames = sum(len(one.frames) for one in videos)
-            content = json_answer(stream.generation, len(images), num_frames, time.monotonic() - started_s)
-    print_json(content)
+            return
+        answer = client.generate(asked, **options, n=number)
+    if as_json:
+        num_frames = sum(len(one.frames) for one in videos)
+        print_json(json_answer(answer, len(images), num_frames, time.monotonic() - started_s))
+    else:
+        print_answers(answer)
 
 
 def _prompt(

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from decoder_svc.engine.heartbeat import Heartbeat
-from decoder_svc.engine.messages import Abort, Answer, Answers, Inbox, ToEngineThread, ToEventLoop
+from decoder_svc.engine.messages import Abort, Answer, Answers, Compiled, Inbox, ToEngineThread, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.pending_step import PendingStep
@@ -25,6 +25,7 @@ from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, Sche
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import LookonceError
 from lookonce.forgotten import EVERYTHING
+from tests.decoder_svc.constraint.demo_constraints import demo_constraints
 from tests.parity import offline
 
 MAX_ROUNDS = 3000
@@ -81,7 +82,7 @@ class Idle(Exception):
 class DrivenInbox(Inbox):
     """An inbox that raises an exception where the thread would wait."""
 
-    def take(self, timeout_s: float | None) -> ToEngineThread | None:
+    def take(self, timeout_s: float | None) -> ToEngineThread | Compiled | None:
         """Returns the oldest message. Raises Idle where the engine's thread would wait."""
         message = super().take(0)
         if message is None and timeout_s != 0:
@@ -114,7 +115,7 @@ class DrivenEngine:
             EncoderCacheManager(cache_rows),
         )
         self._inbox = DrivenInbox()
-        self._loop = StepLoop(runner, self.scheduler, self._inbox, self._take, Heartbeat(math.inf))
+        self._loop = StepLoop(runner, self.scheduler, self._inbox, self._take, Heartbeat(math.inf), demo_constraints())
         self._served: dict[RequestId, Served] = {}
         self._travelling: list[tuple[int, RowFetch]] = []
         self.round = 0

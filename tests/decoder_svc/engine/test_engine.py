@@ -43,6 +43,7 @@ from lookonce.errors import (
 )
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
+from tests.decoder_svc.constraint.demo_constraints import demo_constraints
 from tests.decoder_svc.scheduling.simulation import image
 
 POISON = 13
@@ -77,7 +78,7 @@ def engine_of(
     runner: CPUModelRunner, scheduler: Scheduler, limits: EngineLimits, max_step_s: float = math.inf
 ) -> Engine:
     """Returns an engine in a thread of this process, without an encoder."""
-    return Engine(EngineThread(runner, scheduler, limits, Heartbeat(max_step_s)), no_fetcher())
+    return Engine(EngineThread(runner, scheduler, limits, Heartbeat(max_step_s), demo_constraints()), no_fetcher())
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.engine import step_loop
+from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
@@ -22,7 +25,7 @@ from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import ChunkSize, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
@@ -31,14 +34,16 @@ from lookonce.errors import (
     DeadlineError,
     EmbeddingNotCachedError,
     InternalError,
+    InvalidParameterError,
     LookonceError,
     OverloadedError,
     UnavailableError,
 )
+from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, demo_constraints, demo_vocabulary
 from tests.decoder_svc.scheduling.simulation import image
 
 TIMEOUT_S = 60
-A, B = RequestId("a"), RequestId("b")
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 
 
 def fault() -> None:
@@ -129,7 +134,7 @@ class Running:
         self.posted: queue.SimpleQueue[ToEventLoop] = queue.SimpleQueue()
         self.inbox = Inbox()
         scheduler = Scheduler(SchedulerLimits(32, 8, 100, 64), KVCacheManager(40, 8), EncoderCacheManager(64))
-        self.loop = StepLoop(runner, scheduler, self.inbox, self.posted.put, Heartbeat(math.inf))
+        self.loop = StepLoop(runner, scheduler, self.inbox, self.posted.put, Heartbeat(math.inf), demo_constraints())
 
     def submit(
         self,
@@ -466,3 +471,47 @@ def test_a_device_that_fails_again_and_again_ends_the_engine() -> None:
         assert isinstance(running.until_terminal(RequestId(f"r{number}"))[1], InternalError)
     assert running.loop.join(TIMEOUT_S)
     assert running.loop.has_died
+
+
+def constrained(request_id: RequestId, pattern: str, max_tokens: int = 3) -> Request:
+    constraint = Constraint(ConstraintKind.REGEX, pattern)
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset({2}), constraint=constraint)
+    return Request(request_id, Prompt((20, 21, 22)), params, arrival_s=0.0)
+
+
+class SlowFollower(AnswerFollower):
+    """Compiles nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(demo_vocabulary, DEMO_VOCAB)
+        self.may_go_on = threading.Event()
+
+    def prepare(self, constraint: Constraint) -> None:
+        assert self.may_go_on.wait(TIMEOUT_S)
+        super().prepare(constraint)
+
+
+def test_requests_whose_constraints_are_compiled_keep_nobody_waiting(started: Callable[..., Running]) -> None:
+    running = started()
+    running.loop._constraints = ConstraintDesk(follower := SlowFollower())
+    running.inbox.put(constrained(A, "[a-z]+"))
+    running.inbox.put(constrained(B, "("))
+    running.submit(C)
+    assert running.answers(C) == {C: FinishReason.LENGTH}
+    follower.may_go_on.set()
+    ends = running.answers(A, B)
+    # The runner of these tests has no sampler: it gives tokens that the expression does not take.
+    assert isinstance(ends[A], FinishReason)
+    assert isinstance(ends[B], InvalidParameterError)
+
+
+def test_a_request_that_is_aborted_while_its_constraint_is_compiled_ends_once(started: Callable[..., Running]) -> None:
+    running = started()
+    running.loop._constraints = ConstraintDesk(follower := SlowFollower())
+    running.inbox.put(constrained(A, "[a-z]+"))
+    running.inbox.put(Abort(A, FinishReason.ABORT))
+    assert running.answers(A) == {A: FinishReason.ABORT}
+    follower.may_go_on.set()
+    running.submit(B)
+    assert running.answers(B) == {B: FinishReason.LENGTH}
+    assert not running.loop._scheduler.has_requests()

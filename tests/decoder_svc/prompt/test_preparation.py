@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.preparation_threads import PreparationThreads
@@ -26,6 +27,7 @@ from lookonce.errors import (
 from lookonce.identity import CallerRole, Identity, acting_for, current_identity
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.generation_defaults import GenerationDefaults
+from tests.decoder_svc.constraint.demo_constraints import demo_vocabulary
 from tests.decoder_svc.prompt.prompts import builder, chat, inline
 
 CONTEXT = 32
@@ -51,6 +53,7 @@ def preparer(text: LoadedText, threads: PreparationThreads, prompts: PromptBuild
         LIMITS,
         CONTEXT,
         threads,
+        ConstraintChecker(demo_vocabulary),
     )
 
 

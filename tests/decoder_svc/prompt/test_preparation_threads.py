@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.prompt import image_resolver, preparation_threads, video_frames
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
@@ -43,6 +44,7 @@ from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.turn_threads import TurnThreads
 from tests import image_files, tiny_models
 from tests.decoder_svc.conftest import loaded
+from tests.decoder_svc.constraint.demo_constraints import demo_vocabulary
 from tests.decoder_svc.prompt.prompts import FINGERPRINT, chat, inline
 
 TIMEOUT_S = 30
@@ -153,6 +155,7 @@ def preparer(qwen_text: LoadedText, threads: PreparationThreads) -> RequestPrepa
         SamplingLimits(vocab_size=256, max_stop_strings=4, max_logprobs=5, default_max_tokens=30),
         8192,
         threads,
+        ConstraintChecker(demo_vocabulary),
     )
 
 

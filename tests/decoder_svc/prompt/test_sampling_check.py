@@ -19,7 +19,7 @@ from decoder_svc.prompt.sampling_check import (
     check_sampling,
     fit_to_context,
 )
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 from lookonce.model.generation_defaults import GenerationDefaults
 
@@ -83,6 +83,7 @@ def test_numbers_inside_their_range_pass_unchanged(name: str, low: float, high: 
         (SamplingSpec(min_tokens=41), "min_tokens"),
         (SamplingSpec(logprobs=6), "logprobs"),
         (SamplingSpec(n=0), "n"),
+        (SamplingSpec(n=129), "n"),
         (SamplingSpec(stop=("a", "b", "c")), "stop"),
         (SamplingSpec(stop=("a", "")), "stop[1]"),
         (SamplingSpec(stop=("a" * (MAX_STOP_STRING_CHARS + 1),)), "stop[0]"),
@@ -101,17 +102,30 @@ def test_values_over_their_limits_are_refused_by_name(spec: SamplingSpec, field:
     assert caught.value.field == f"sampling.{field}"
 
 
+DIGITS = Constraint(ConstraintKind.REGEX, "[0-9]+")
+
+
 @pytest.mark.parametrize(
-    ("spec", "name"),
+    ("spec", "field"),
     [
-        (SamplingSpec(n=2), r"sampling\.n"),
-        (SamplingSpec(constraint="json_schema"), r"sampling\.json_schema"),
-        (SamplingSpec(constraint="grammar"), r"sampling\.grammar"),
+        (SamplingSpec(constraint=DIGITS, min_tokens=1), "min_tokens"),
+        (SamplingSpec(constraint=DIGITS, ignore_eos=True), "ignore_eos"),
+        (SamplingSpec(constraint=Constraint(ConstraintKind.REGEX, "")), "regex"),
+        (SamplingSpec(constraint=Constraint(ConstraintKind.GRAMMAR, "a" * 131_073)), "grammar"),
     ],
 )
-def test_known_features_that_are_not_offered_say_so(spec: SamplingSpec, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=name):
+def test_a_constraint_excludes_other_rules_about_the_end_and_has_a_length(spec: SamplingSpec, field: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
         checked(spec)
+    assert caught.value.field == f"sampling.{field}"
+
+
+def test_a_constraint_does_without_the_folders_min_tokens_and_needs_a_token_that_ends_the_answer() -> None:
+    defaults = GenerationDefaults(eos_token_ids=frozenset({2}), min_tokens=5)
+    assert check_sampling(SamplingSpec(), defaults, LIMITS).params.min_tokens == 5
+    assert check_sampling(SamplingSpec(constraint=DIGITS), defaults, LIMITS).params.min_tokens == 0
+    with pytest.raises(UnsupportedError, match="end-of-sequence"):
+        check_sampling(SamplingSpec(constraint=DIGITS), GenerationDefaults(), LIMITS)
 
 
 def test_unset_parameters_come_from_the_model_folder() -> None:

@@ -51,7 +51,7 @@ def test_places_count_on_over_forward_passes() -> None:
 def test_drafts_are_settled_when_they_are_read_and_nothing_runs_ahead_of_them() -> None:
     drafting = row(A)
     drafting.set_drafts((5, 6))
-    assert len(sample_rows([drafting])) == 3
+    assert len(sample_rows([drafting], [None])) == 3
     step = PendingStep()
     step.add(sampled(5, 4, 3), (A,), (drafting,))
     assert not step.may_run_ahead

@@ -276,3 +276,61 @@ def test_dropped_drafts_are_not_counted() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.4]])
     assert sample(logits.expand(2, -1), [known, draft])[0] == [0, 1]
     assert sample(logits, [known])[0] == [0]
+
+
+def masked(params: SamplingParams, *allowed: int, output: tuple[int, ...] = ()) -> SampleRow:
+    """A row that may have only these tokens next."""
+    bits = np.zeros(32, dtype=np.uint8)
+    bits[list(allowed)] = 1
+    return replace(row(params, output=output), mask=np.packbits(bits, bitorder="little").tobytes())
+
+
+def test_a_mask_excludes_tokens_from_greedy_and_sampled_rows_and_from_no_other_row() -> None:
+    greedy, sampled = SamplingParams(), SamplingParams(temperature=3.0, seed=5)
+    rows = [row(greedy), masked(greedy, 2, 4), masked(sampled, 3), row(sampled), masked(greedy, 0)]
+    free = sample(LOGITS[None], [row(sampled)])[0][0]
+    assert sample(LOGITS.expand(5, -1), rows)[0] == [0, 2, 3, free, 0]
+
+
+def test_a_masked_draw_follows_the_distribution_of_what_is_left() -> None:
+    rows = [masked(SamplingParams(temperature=1.0, seed=seed), 0, 2, 3) for seed in range(3000)]
+    counts = collections.Counter(sample(LOGITS.expand(3000, -1), rows)[0])
+    left = LOGITS[[0, 2, 3]].softmax(0).tolist()
+    assert set(counts) == {0, 2, 3}
+    for token, share in zip((0, 2, 3), left, strict=True):
+        assert counts[token] / 3000 == pytest.approx(share, abs=0.04)
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 1000])
+def test_masked_draws_of_a_large_vocabulary_never_leave_the_mask(vocab: int) -> None:
+    """Also where the draw lies beyond the sorted tokens, whose weights are all zero."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(400, vocab, generator=generator)
+    bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    bits[[1, vocab - 1]] = 1
+    mask = np.packbits(bits, bitorder="little").tobytes()
+    rows = [replace(row(SamplingParams(temperature=5.0, seed=seed)), mask=mask) for seed in range(400)]
+    assert set(sample(logits, rows)[0]) == {1, vocab - 1}
+
+
+def test_a_mask_is_stronger_than_biases_and_min_tokens() -> None:
+    never = SamplingParams(logit_bias=((2, -math.inf), (4, -math.inf)))
+    assert sample(LOGITS[None], [masked(never, 2, 4)])[0] == [2]
+    assert sample(LOGITS[None], [masked(never, 2, 3, 4)])[0] == [3]
+    below = SamplingParams(min_tokens=3, stop_token_ids=frozenset({1}))
+    assert sample(LOGITS[None], [masked(below, 1)])[0] == [1]
+
+
+def test_log_probabilities_are_those_without_the_mask() -> None:
+    tokens, logprobs = sample(LOGITS[None], [masked(SamplingParams(logprobs=1), 3)])
+    assert tokens == [3]
+    assert logprobs[0] is not None
+    assert [token_id for token_id, _ in logprobs[0].top] == [3, 0]
+    expected = LOGITS.log_softmax(0)[[3, 0]].tolist()
+    assert [number for _, number in logprobs[0].top] == pytest.approx(expected)
+
+
+def test_rows_with_masks_keep_the_next_step_waiting_and_the_likeliest_ids_are_not_taken() -> None:
+    launched = Sampler(lambda host: host).launch(LOGITS[None], [masked(SamplingParams(), 4)], torch.tensor([0]))
+    assert not launched.may_run_ahead
+    assert launched.result().token_ids == [4]

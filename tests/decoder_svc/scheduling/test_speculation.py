@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, ConstraintFollower
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from decoder_svc.scheduling.speculation import MAX_PAUSE, NO_SPECULATION, Speculation, SpeculationLimits
@@ -269,3 +271,100 @@ def test_no_draft_goes_beyond_the_context() -> None:
 )
 def test_any_limits(seed: int, limits: SpeculationLimits) -> None:
     Traffic(seed, speculation=limits).run(60)
+
+
+class Forced:
+    """A grammar that leaves no choice about the next tokens, and its follower."""
+
+    error = None
+
+    def __init__(self, *token_ids: int) -> None:
+        self._token_ids = list(token_ids)
+
+    @property
+    def follower(self) -> ConstraintFollower:
+        return self
+
+    def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
+        found = []
+        for answer in answers:
+            assert isinstance(answer.constraint, Forced)
+            found.append(answer.constraint._token_ids[:num_tokens])
+        return found
+
+    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
+        raise AssertionError("the scheduler does not ask for masks")
+
+
+def decoding(target: Scheduler, one: Request) -> None:
+    """Brings a request to the point where its next token is decoded."""
+    target.add(one)
+    output = target.schedule()
+    target.update(output, [SampledToken(chunk.request_id, 50, None) for chunk in output.chunks if chunk.samples])
+
+
+def forcing(num_tokens: int, ngrams: int = 0) -> Scheduler:
+    return scheduler(speculation=SpeculationLimits(ngrams, ngram_min=1, max_forced_tokens=num_tokens))
+
+
+def test_tokens_that_a_grammar_forces_are_drafts_with_and_without_prompt_lookup() -> None:
+    for ngrams in (0, 4):
+        target = forcing(8, ngrams)
+        one = loop("a")
+        one.constraint = Forced(60, 61, 62)
+        decoding(target, one)
+        (chunk,) = target.schedule().chunks
+        assert chunk.draft_ids == (60, 61, 62)
+        assert chunk.num_tokens == 4
+
+
+def test_forced_tokens_of_all_requests_share_a_bound_and_stop_before_the_answers_last_token() -> None:
+    target = forcing(5)
+    several = [loop(name) for name in ("a", "b", "c")]
+    for one in several:
+        decoding(target, one)
+    for one in several:
+        one.constraint = Forced(60, 61, 62)
+    assert [len(chunk.draft_ids) for chunk in target.schedule().chunks] == [3, 2, 0]
+    target = forcing(8)
+    short = loop("a", max_tokens=3)
+    short.constraint = Forced(60, 61, 62)
+    decoding(target, short)
+    # One token is there, and the last one is sampled behind the draft.
+    assert [len(chunk.draft_ids) for chunk in target.schedule().chunks] == [1]
+
+
+def test_a_grammar_without_a_force_leaves_prompt_lookup_to_guess_and_its_failures_to_itself() -> None:
+    target = forcing(8, ngrams=4)
+    one = loop("a")
+    one.constraint = Forced()
+    target.add(one)
+    output = target.schedule()
+    target.update(output, [SampledToken(one.request_id, one.token_ids[0], None)])
+    (chunk,) = target.schedule().chunks
+    assert chunk.draft_ids
+    assert chunk.draft_ids[0] == one.token_ids[1]
+
+
+def test_wrong_forced_tokens_do_not_pause_the_drafter() -> None:
+    target = forcing(8, ngrams=4)
+    one = loop("a")
+    one.constraint = forced = Forced(60, 61)
+    decoding(target, one)
+    output = target.schedule()
+    target.update(output, [SampledToken(one.request_id, 7, None)])
+    forced._token_ids.clear()
+    (chunk,) = target.schedule().chunks
+    assert chunk.draft_ids, "the drafter was blamed"
+
+
+def test_a_step_with_a_constrained_request_keeps_the_next_one_waiting() -> None:
+    target = forcing(8)
+    plain, bound = loop("a"), loop("b")
+    bound.constraint = Forced()
+    target.add(plain)
+    output = target.schedule()
+    assert target.may_run_ahead(output)
+    target.update(output, [SampledToken(plain.request_id, 50, None)])
+    target.add(bound)
+    assert not target.may_run_ahead(target.schedule())

@@ -172,16 +172,16 @@ def drafts_come_before_those_who_wait(patch: Patch) -> None:
 
 @mutation
 def guesses_go_beyond_the_end_of_the_answer(patch: Patch) -> None:
-    original = Speculation._drafts
+    original = Speculation._room
 
-    def drafts(self: Speculation, request: Request, token_budget: int) -> tuple[int, ...]:
+    def room(self: Speculation, request: Request) -> int:
         params, request.params = request.params, replace(request.params, max_tokens=request.params.max_tokens + 2)
         try:
-            return original(self, request, token_budget)
+            return original(self, request)
         finally:
             request.params = params
 
-    patch.setattr(Speculation, "_drafts", drafts)
+    patch.setattr(Speculation, "_room", room)
 
 
 def run_all_seeds() -> None:

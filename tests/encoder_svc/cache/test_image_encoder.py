@@ -18,7 +18,6 @@ from encoder_svc.cache.encode_job import CachePolicy, EncodeJob
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.cache.single_flight import SingleFlight
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -34,6 +33,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.media.image_header import ImageLimits
+from lookonce.process.process_clock import TimeLimits
 from lookonce.turns.caller_order import CallerOrder
 from lookonce.turns.fair_queue import CallerId
 from tests import image_files
@@ -95,7 +95,7 @@ async def opened(model: VisionModel) -> AsyncIterator[Bench]:
     )
     encoder = ImageEncoder(
         model,
-        Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
+        Preprocessor(model.adapter, LIMITS, 2, TimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
         batcher,
         metrics,
         places=QueuePlaces(2),

@@ -25,7 +25,6 @@ from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.cache.queue_places import QueuePlaces
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -48,6 +47,7 @@ from lookonce.errors import (
 from lookonce.forgotten import EVERYTHING
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
+from lookonce.process.process_clock import TimeLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.turns import caller_order
 from tests import image_files
@@ -126,7 +126,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
         store = None if redis_url is None else EmbeddingStore(redis_url, redis_budget_s, 60, 1 << 20)
         encoder = ImageEncoder(
             model,
-            Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
+            Preprocessor(model.adapter, LIMITS, 2, TimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             metrics,
             places=QueuePlaces(max_queued),

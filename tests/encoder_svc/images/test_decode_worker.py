@@ -20,7 +20,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from encoder_svc.images import decode_worker
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from encoder_svc.images.image_inputs import PixelInputs
@@ -39,7 +38,8 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.media.image_header import ImageHeader, ImageLimits
-from lookonce.process import exact_receive
+from lookonce.process import exact_receive, limited_process
+from lookonce.process.process_clock import TimeLimits
 from tests import image_files
 
 LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
@@ -50,7 +50,7 @@ SLOW = image_files.encoded(image_files.noise(2, 4000, 3000), "JPEG", progressive
 
 @pytest.fixture
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     yield worker
     worker.close()
 
@@ -97,15 +97,15 @@ def test_bad_images_are_errors_of_their_own_and_keep_the_process(worker: DecodeW
 
 
 def test_an_image_that_takes_too_long_is_given_up_and_its_process_killed() -> None:
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     check(worker, GOOD)
     pid = worker.pid
     assert pid is not None
-    worker._time_limits = DecodeTimeLimits(0.05, 60.0)
+    worker._time_limits = TimeLimits(0.05, 60.0)
     with pytest.raises(ImageDecodeLimitError, match=r"0\.05 s"):
         worker.decode(SLOW)
     assert not psutil.pid_exists(pid)
-    worker._time_limits = DecodeTimeLimits(60.0, 120.0)
+    worker._time_limits = TimeLimits(60.0, 120.0)
     check(worker, GOOD)
     worker.close()
 
@@ -114,7 +114,7 @@ def test_a_process_that_waits_for_a_processor_does_not_use_up_the_image_s_time(w
     check(worker, GOOD)
     assert worker.pid is not None
     process = psutil.Process(worker.pid)
-    worker._time_limits = DecodeTimeLimits(0.2, 60.0)
+    worker._time_limits = TimeLimits(0.2, 60.0)
     process.suspend()
     # A suspended process gets no processor time, like one on a machine that is far too busy.
     resuming = threading.Timer(0.5, process.resume)
@@ -130,7 +130,7 @@ async def test_an_image_whose_process_gets_no_processor_time_is_not_to_blame(
     registry = CollectorRegistry()
     quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
     adapter = vision_model("llava_clip").adapter
-    preprocessor = Preprocessor(adapter, LIMITS, 1, DecodeTimeLimits(60.0, 120.0), quarantine)
+    preprocessor = Preprocessor(adapter, LIMITS, 1, TimeLimits(60.0, 120.0), quarantine)
     header = preprocessor.read_header(GOOD, ProcessorOptions())
 
     async def prepared() -> PixelInputs:
@@ -139,14 +139,14 @@ async def test_an_image_whose_process_gets_no_processor_time_is_not_to_blame(
     for _ in range(3):
         await prepared()
         (worker,) = preprocessor._decoders
-        pid, worker._time_limits = worker.pid, DecodeTimeLimits(0.2, 0.3)
+        pid, worker._time_limits = worker.pid, TimeLimits(0.2, 0.3)
         assert pid is not None
         psutil.Process(pid).suspend()
         with pytest.raises(UnavailableError, match=r"0\.3 s .* try again") as caught:
             await prepared()
         assert caught.value.retry_after_s == 1.0
         assert not psutil.pid_exists(pid)
-        worker._time_limits = DecodeTimeLimits(60.0, 120.0)
+        worker._time_limits = TimeLimits(60.0, 120.0)
     await prepared()
     assert registry.get_sample_value("lookonce_encoder_poisonous_total", {"stage": "decode"}) in (None, 0)
     preprocessor.close()
@@ -195,7 +195,7 @@ def test_a_process_killed_while_idle_does_not_count_against_an_image(worker: Dec
 
 def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_worker, "memory_limit", lambda limits: 256 << 20)
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     check(worker, GOOD)
     with pytest.raises(ImageDecodeLimitError, match="memory"):
         worker.decode(image_files.encoded(PIL.Image.new("RGBA", (7000, 7000))))
@@ -204,9 +204,9 @@ def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_svc.images.decode_worker.sys.executable", "/bin/false")
+    monkeypatch.setattr("lookonce.process.limited_process.sys.executable", "/bin/false")
     with pytest.raises(InternalError):
-        DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0)).decode(GOOD)
+        DecodeWorker(LIMITS, TimeLimits(60.0, 120.0)).decode(GOOD)
 
 
 def test_an_answer_that_was_not_read_to_its_end_is_never_taken_for_the_next_one(
@@ -231,7 +231,7 @@ def test_a_process_that_the_system_cannot_start_leaves_nothing_open(
         raise OSError(errno.EAGAIN, "no more processes")
 
     num_open = psutil.Process().num_fds()
-    monkeypatch.setattr("encoder_svc.images.decode_worker.subprocess.Popen", refuse)
+    monkeypatch.setattr("lookonce.process.limited_process.subprocess.Popen", refuse)
     gc.disable()
     try:
         for _ in range(3):
@@ -247,7 +247,7 @@ def test_a_process_that_the_system_cannot_start_leaves_nothing_open(
 def test_a_process_that_takes_too_long_to_start_is_tried_again(
     worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_worker, "_START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(limited_process, "_START_TIMEOUT_S", 0.0)
     with pytest.raises(UnavailableError, match="did not start in time"):
         worker.decode(GOOD)
     monkeypatch.undo()
@@ -280,9 +280,7 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
     monkeypatch.setattr(DecodeWorker, "decode", decode)
     registry = CollectorRegistry()
     quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
-    preprocessor = Preprocessor(
-        vision_model("llava_clip").adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), quarantine
-    )
+    preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 2, TimeLimits(60.0, 120.0), quarantine)
     other = image_files.encoded(image_files.noise(9, 90, 40))
     header = preprocessor.read_header(GOOD, ProcessorOptions())
     for _ in range(4):

@@ -18,10 +18,10 @@ import PIL.Image
 import pytest
 
 from encoder_svc.images import decode_process, decode_worker
-from encoder_svc.images.decode_clock import DecodeClock, DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError, InvalidInputError, UnsupportedError
+from lookonce.process.process_clock import ProcessClock, TimeLimits
 from tests import heif_files, image_files
 from tests.encoder_svc.images.decoding import LIMITS, decoded
 
@@ -162,7 +162,7 @@ def test_a_picture_that_has_another_size_than_it_claims_is_refused(side: int, cl
 def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     large = heic(PIL.Image.new("RGB", (4000, 3000)), quality=30, chroma=420, tile_size=512, matrix_coefficients=6)
     monkeypatch.setattr(decode_worker, "memory_limit", lambda limits: 180 << 20)
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     with pytest.raises(ImageDecodeLimitError, match="memory"):
         worker.decode(large)
     assert np.array_equal(decoded(worker, heic(picture())), np.asarray(picture()))
@@ -171,7 +171,7 @@ def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.Monk
 
 def test_decoding_uses_few_threads() -> None:
     data = heic(PIL.Image.new("RGB", (1500, 1000)), quality=30, chroma=420, tile_size=256, matrix_coefficients=6)
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     decoded(worker, heic(picture()))
     tasks = pathlib.Path(f"/proc/{worker.pid}/task")
     if not tasks.exists():
@@ -200,7 +200,7 @@ def test_an_encoder_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch
     ours, theirs = socket.socketpair()
     side = threading.Thread(target=decode_process.serve, args=(theirs, LIMITS))
     side.start()
-    clock = DecodeClock(os.getpid(), DecodeTimeLimits(60.0, 120.0))
+    clock = ProcessClock(os.getpid(), TimeLimits(60.0, 120.0))
     try:
         with pytest.raises(UnsupportedError) as caught:
             decode_worker._exchange(ours, heic(picture()), clock)

@@ -19,7 +19,6 @@ import pytest
 
 from encoder_svc.images import decode_worker, heif_pixels
 from encoder_svc.images.av1_size import check_av1_size
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import (
@@ -31,6 +30,7 @@ from lookonce.errors import (
     UnsupportedError,
 )
 from lookonce.media.image_header import ImageFormat, ImageLimits, probe_image
+from lookonce.process.process_clock import TimeLimits
 from tests import heif_files, image_files
 from tests.encoder_svc.images.decoding import LIMITS, decoded
 
@@ -312,7 +312,7 @@ def test_tiles_of_many_pixels_outside_of_the_image_are_refused() -> None:
 
 def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_worker, "memory_limit", lambda limits: 256 << 20)
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     large = image_files.encoded(PIL.Image.new("RGB", (6000, 5000)), "AVIF", speed=10)
     with pytest.raises(ImageDecodeLimitError, match="memory"):
         worker.decode(large)

@@ -11,10 +11,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageUndecodableError
+from lookonce.process.process_clock import TimeLimits
 from tests import image_files
 from tests.encoder_svc.images.decoding import LIMITS
 
@@ -90,7 +90,7 @@ def is_refused(data: bytes) -> bool:
 
 @pytest.fixture
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
+    worker = DecodeWorker(LIMITS, TimeLimits(60.0, 120.0))
     yield worker
     worker.close()
 

@@ -122,6 +122,36 @@ def test_values_of_the_wrong_type_name_their_field(options: Any, field: str) -> 
     assert caught.value.field == field
 
 
+def _sampling_of(options: Any) -> decoder_pb2.SamplingParams:
+    return PreparedPrompt("what", [], options).params().sampling
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"json_schema": '{"type": "object"}'}, {"json_schema": '{"type": "object"}'}),
+        ({"json_schema": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"choice": ["yes", "no"]}, {"choice": decoder_pb2.ChoiceConstraint(texts=["yes", "no"])}),
+        ({"choice": "yes"}, {"choice": decoder_pb2.ChoiceConstraint(texts=["yes"])}),
+        # The server refuses an empty list, which is not the same as no constraint.
+        ({"choice": []}, {"choice": decoder_pb2.ChoiceConstraint()}),
+        ({"regex": "a*", "grammar": None}, {"regex": "a*"}),
+    ],
+)
+def test_constraints_are_sent_in_their_own_fields(options: Any, expected: dict[str, Any]) -> None:
+    sent = _sampling_of(options)
+    assert sent == decoder_pb2.SamplingParams(**expected)
+    assert sent.WhichOneof("constraint") == next(iter(expected))
+
+
+def test_two_constraints_exclude_each_other_and_objects_must_be_json() -> None:
+    with pytest.raises(InvalidParameterError, match="grammar: cannot be combined with regex"):
+        _sampling_of({"regex": "a", "grammar": "b"})
+    with pytest.raises(InvalidParameterError, match="json_schema: is no JSON"):
+        _sampling_of({"json_schema": {"type": {1, 2}}})
+
+
 def test_an_unknown_option_is_a_type_error() -> None:
     options: Any = {"temprature": 1.0}
     with pytest.raises(TypeError, match="temprature"):

@@ -23,7 +23,7 @@ from decoder_svc.scheduling.prompt import ImageItem, Positions, Prompt, Span
 from decoder_svc.scheduling.request import CacheScope, Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage, TokenLogprobs
 from decoder_svc.scheduling.row_range import RowRange
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce import errors
 from lookonce.content_key import ContentKey, EncoderFingerprint, ImageDigest, ProcessorOptions
@@ -56,6 +56,7 @@ PARAMS = SamplingParams(
     stop_token_ids=frozenset({3, 4}),
     seed=2**64 - 1,
     logprobs=5,
+    constraint=Constraint(ConstraintKind.GRAMMAR, 'start: "ä"'),
 )
 FETCH = RowFetch(KEY, RowRange(2, 5), 9, OPTIONS, b"a file", RequestId("a"), b"removal")
 FAILURE = OverloadedError("full", retry_after_s=2.5)

@@ -33,7 +33,7 @@ FLAGS = {
 # Flags without a value, those of no sampling option, and those that the server does not offer.
 OTHERS = {
     "ignore_eos", "bypass_prefix_cache", "request_id", "priority", "cache_salt", "adapter", "timeout_s",
-    "json_schema", "regex", "grammar",
+    "json_schema", "regex", "grammar", "json_object", "choice",
 }  # fmt: skip
 
 

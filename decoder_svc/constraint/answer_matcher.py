@@ -1,0 +1,115 @@
+"""The state of one answer's grammar: which tokens may follow it. Runs in the process with llguidance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+Words = npt.NDArray[np.uint32]
+
+_WORD_BITS = 32
+_TOO_COMPLEX = "the constraint became too complex, or has no end"
+_NO_TOKEN = "no token of the vocabulary can continue the answer"
+_TOO_SLOW = "the constraint takes too much processor time per token"
+# Processor time that an answer may take at once, and for each mask in the long run; usual masks take 0.05 ms. Other
+# requests wait for it.
+_FREE_S = 0.25
+_S_PER_MASK = 0.003
+
+
+class AnswerMatcher:
+    """A matcher that follows one answer. Not thread-safe.
+
+    The tokens that end an answer are in a mask exactly where the grammar is complete. After an error, masks are empty.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, stop_token_ids: Collection[int], vocab_size: int, end_token_ids: Collection[int] = ()
+    ) -> None:
+        """Takes over `matcher`, in its first state. A mask has a bit for each of `vocab_size` logits.
+
+        `end_token_ids` are those that the matcher takes for the end of an answer. `stop_token_ids`, which really end
+        it, replace them.
+        """
+        self._matcher = matcher
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._num_words = -(-vocab_size // _WORD_BITS)
+        self._stops = _bits(stop_token_ids, self._num_words)
+        self._no_ends = ~(self._stops | _bits(end_token_ids, self._num_words))
+        # Processor time left, seconds.
+        self._left_s = _FREE_S
+        # The reason why no further token can be found, or None.
+        self.error: str | None = None
+
+    def forced(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Reads an answer's next tokens, and returns at most `num_tokens` about which the grammar leaves no choice.
+
+        They are split as the tokenizer splits them. The same text may have other tokens, which the model may prefer.
+        """
+        began_s = time.thread_time()
+        forced = self._matcher.compute_ff_tokens()[:num_tokens] if self._has_read(token_ids) else []
+        self._spend(began_s)
+        return forced
+
+    def masks(self, token_ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
+        """Reads an answer's next tokens, and returns the mask behind them and behind each draft.
+
+        A mask has `4 * ceil(vocab_size / 32)` bytes, the bit of the first token lowest. None is returned from the first
+        draft on that may not follow.
+        """
+        if not self._has_read(token_ids):
+            return []
+        found = [self._mask()]
+        for draft_id in draft_ids:
+            if draft_id in self._stop_token_ids or not _has(found[-1], draft_id):
+                break
+            if not self._matcher.consume_token(draft_id):
+                break
+            found.append(self._mask())
+        if len(found) > 1 and not self._matcher.rollback(len(found) - 1):
+            self.error = _TOO_COMPLEX
+        return [] if self.error is not None else [words.tobytes() for words in found]
+
+    def _has_read(self, token_ids: Sequence[int]) -> bool:
+        if self.error is None and token_ids and not self._matcher.consume_tokens(list(token_ids)):
+            self.error = _TOO_COMPLEX
+        return self.error is None
+
+    def _mask(self) -> Words:
+        began_s = time.thread_time()
+        self._left_s = min(_FREE_S, self._left_s + _S_PER_MASK)
+        words = np.zeros(self._num_words, dtype=np.uint32)
+        computed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+        shared = min(len(words), len(computed))
+        words[:shared] = computed[:shared]
+        self._spend(began_s)
+        if self._matcher.is_error():
+            self.error = _TOO_COMPLEX
+            return words
+        words &= self._no_ends
+        if self._matcher.is_accepting():
+            words |= self._stops
+        if not words.any():
+            self.error = _NO_TOKEN
+        return words
+
+    def _spend(self, began_s: float) -> None:
+        self._left_s -= time.thread_time() - began_s
+        if self._left_s < 0:
+            self.error = _TOO_SLOW
+
+
+def _bits(token_ids: Collection[int], num_words: int) -> Words:
+    words = np.zeros(num_words, dtype=np.uint32)
+    for token_id in token_ids:
+        if token_id < num_words * _WORD_BITS:
+            words[token_id // _WORD_BITS] |= np.uint32(1 << (token_id % _WORD_BITS))
+    return words
+
+
+def _has(words: Words, token_id: int) -> bool:
+    return bool(words[token_id // _WORD_BITS] >> np.uint32(token_id % _WORD_BITS) & np.uint32(1))

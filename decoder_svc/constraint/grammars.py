@@ -1,0 +1,123 @@
+"""Compiles constraints with llguidance, and remembers the latest ones. Runs in the process with llguidance.
+
+llguidance compiles lazily: a matcher checks the grammar at once and builds its automata as tokens come. Its limits
+bound the work of each step and the memory of each constraint.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from decoder_svc.constraint.json_schema import parsed_schema
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
+
+# Matchers that are kept for the next request with the same constraint, and the sum of their texts.
+_MAX_KEPT = 64
+_MAX_KEPT_CHARS = 1024 * 1024
+# Work for one mask: at most about 15 ms in the lexer and 3 ms in the parser (llguidance's own figures). Automata of at
+# most 50 MB per constraint.
+_LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=25_000,
+    max_grammar_size=200_000,
+    # Errors would repeat the grammar and the parser's state.
+    verbose_errors=False,
+)
+# One way to write each value: as many tokens as possible are forced, and no answer ends in endless white space.
+# A TypedDict of llguidance that exists for type checkers alone.
+_JSON_OPTIONS: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    # A keyword that is not supported is an error, whatever the schema says, and `oneOf` is not taken for `anyOf`.
+    "lenient": False,
+    "coerce_one_of": False,
+    # Each text has one way to be written, so that no name of a property can be written in another one.
+    "json_allowed_escapes": '"\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
+}
+_MAX_REASON_CHARS = 300
+# Forced tokens that are computed to see that a constraint can be followed.
+_NUM_TRIED = 8
+
+
+class RefusedConstraintError(Exception):
+    """A constraint that cannot be followed. Its text is the reason, in one line."""
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer. Any thread may use it; llguidance gives up the interpreter meanwhile."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.tokenizer = tokenizer
+        # By constraint, the least recently used one first.
+        self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._kept_chars = 0
+        self._lock = threading.Lock()
+
+    def check(self, constraint: Constraint) -> None:
+        """Compiles a constraint and computes a first mask. Raises RefusedConstraintError if that fails."""
+        matcher = self.matcher(constraint)
+        matcher.compute_bitmask()
+        for token_id in matcher.compute_ff_tokens()[:_NUM_TRIED]:
+            matcher.consume_token(token_id)
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+
+    def matcher(self, constraint: Constraint) -> LLMatcher:
+        """Returns a matcher in its first state. Raises RefusedConstraintError if there can be none."""
+        with self._lock:
+            kept = self._kept.get(constraint)
+            if kept is not None:
+                self._kept.move_to_end(constraint)
+                return kept.deep_copy()
+        matcher = LLMatcher(self.tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        with self._lock:
+            if constraint not in self._kept:
+                self._kept[constraint] = matcher.deep_copy()
+                self._kept_chars += len(constraint.text)
+                while len(self._kept) > _MAX_KEPT or self._kept_chars > _MAX_KEPT_CHARS:
+                    dropped, _ = self._kept.popitem(last=False)
+                    self._kept_chars -= len(dropped.text)
+        return matcher
+
+
+def _grammar(constraint: Constraint) -> str:
+    """Returns llguidance's form of a constraint. Raises RefusedConstraintError."""
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            try:
+                return LLMatcher.grammar_from_json_schema(parsed_schema(constraint.text), overrides=_JSON_OPTIONS)
+            except json.JSONDecodeError as error:
+                raise RefusedConstraintError(f"is no JSON: {error}") from None
+            except RecursionError:
+                raise RefusedConstraintError("is nested too deeply") from None
+            except ValueError as error:
+                raise _refused(str(error)) from None
+        case ConstraintKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+        case ConstraintKind.CHOICE:
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(constraint.text)))}")
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(constraint.text)
+
+
+def _refused(reason: str) -> RefusedConstraintError:
+    # The reason quotes the place and its lines. It is about the caller's own text, and goes into one line.
+    shown = " ".join(reason.split())
+    if len(shown) > _MAX_REASON_CHARS:
+        shown = f"{shown[:_MAX_REASON_CHARS]}…"
+    return RefusedConstraintError(f"cannot be served: {shown}")

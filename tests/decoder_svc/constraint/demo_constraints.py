@@ -1,0 +1,65 @@
+"""Constraints for the demo model's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llguidance import LLTokenizer
+
+from decoder_svc.constraint.answer_follower import AnswerFollower
+from decoder_svc.constraint.answer_matcher import AnswerMatcher
+from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
+from decoder_svc.constraint.frames import Vocabulary
+from decoder_svc.constraint.grammars import Grammars
+from decoder_svc.engine.constraint_desk import ConstraintDesk
+from decoder_svc.scheduling.sampling_params import Constraint
+from tests.conftest import DEMO_MODEL
+
+DEMO_VOCAB = 600
+END = 2
+PROMPT = [5, 6, 7]
+
+
+def demo_vocabulary() -> Vocabulary:
+    return folder_vocabulary(DEMO_MODEL)
+
+
+def demo_grammars() -> Grammars:
+    """Returns grammars that compile in this process: harmless constraints only."""
+    vocabulary = demo_vocabulary()
+    return Grammars(LLTokenizer(vocabulary.tokenizer_json, eos_token=vocabulary.end_token_id))
+
+
+def demo_constraints() -> ConstraintDesk:
+    """Returns a desk that starts its process when the first request has a constraint."""
+    return ConstraintDesk(AnswerFollower(demo_vocabulary, DEMO_VOCAB))
+
+
+class WholeAnswer:
+    """An AnswerMatcher that is asked with prompt and answer, as an engine asks its follower."""
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        constraint: Constraint,
+        stops: Sequence[int] = (END,),
+        num_logits: int = DEMO_VOCAB,
+        num_prompt_tokens: int = len(PROMPT),
+    ) -> None:
+        self._matcher = AnswerMatcher(grammars.matcher(constraint), stops, num_logits, grammars.tokenizer.eos_tokens)
+        self._num_read = num_prompt_tokens
+
+    @property
+    def error(self) -> str | None:
+        return self._matcher.error
+
+    def forced(self, ids: Sequence[int], num_tokens: int) -> list[int]:
+        return self._matcher.forced(self._new(ids), num_tokens)
+
+    def masks(self, ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
+        return self._matcher.masks(self._new(ids), draft_ids)
+
+    def _new(self, ids: Sequence[int]) -> list[int]:
+        new = list(ids[self._num_read :])
+        self._num_read = len(ids)
+        return new

@@ -1,0 +1,220 @@
+"""Tests that answers are followed as by a matcher here, whatever becomes of the process that follows them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from decoder_svc.constraint import answer_follower
+from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswer
+from decoder_svc.constraint.grammars import Grammars
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
+from lookonce.errors import InvalidParameterError, UnavailableError
+from lookonce.process import process_clock
+from tests.decoder_svc.constraint.demo_constraints import (
+    DEMO_VOCAB,
+    END,
+    PROMPT,
+    WholeAnswer,
+    demo_grammars,
+    demo_vocabulary,
+)
+from tests.decoder_svc.constraint.test_constraint_checker import chain
+
+DIGITS = Constraint(ConstraintKind.REGEX, "[0-9]{3}(, [a-z]{2,4}){2}")
+CONSTRAINTS = [
+    DIGITS,
+    Constraint(ConstraintKind.JSON_OBJECT, ""),
+    Constraint(ConstraintKind.GRAMMAR, 'start: "(" start ")" | "[" start "]" | "x"'),
+    Constraint(ConstraintKind.CHOICE, json.dumps(["yes", "no", "not at all"])),
+    Constraint(
+        ConstraintKind.JSON_SCHEMA,
+        json.dumps({"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}),
+    ),
+]
+
+
+@pytest.fixture
+def follower() -> Iterator[AnswerFollower]:
+    follower = AnswerFollower(demo_vocabulary, DEMO_VOCAB)
+    yield follower
+    follower.close()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return demo_grammars()
+
+
+def begun(follower: AnswerFollower, constraint: Constraint) -> FollowedAnswer:
+    follower.prepare(constraint)
+    return follower.follow(constraint, len(PROMPT), (END,))
+
+
+def pid_of(follower: AnswerFollower) -> int:
+    assert follower._process is not None
+    return follower._process.pid
+
+
+def allowed(mask: bytes) -> list[int]:
+    found: list[int] = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")).tolist()
+    return found
+
+
+class Walk:
+    """A random answer that two sides follow."""
+
+    def __init__(self, follower: AnswerFollower, grammars: Grammars, constraint: Constraint) -> None:
+        self.followed = begun(follower, constraint)
+        self.alone = WholeAnswer(grammars, constraint)
+        self.ids = list(PROMPT)
+        self.has_ended = False
+
+    def so_far(self, draft_ids: tuple[int, ...] = ()) -> AnswerSoFar:
+        return AnswerSoFar(self.followed, np.array(self.ids), draft_ids)
+
+    def go_on(self, mask: bytes, rng: random.Random) -> None:
+        token_id = rng.choice(allowed(mask))
+        self.has_ended = token_id == END
+        self.ids.append(token_id)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_and_forced_tokens_are_those_of_a_matcher_here_though_processes_are_killed(
+    follower: AnswerFollower, grammars: Grammars, seed: int
+) -> None:
+    rng = random.Random(seed)
+    walks = [Walk(follower, grammars, rng.choice(CONSTRAINTS)) for _ in range(12)]
+    num_kills = num_asked = 0
+    for _ in range(25):
+        live = [walk for walk in walks if not walk.has_ended and rng.random() < 0.8]
+        if rng.random() < 0.3:
+            os.kill(pid_of(follower), rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            num_kills += 1
+        forced = follower.forced([walk.so_far() for walk in live], 6)
+        assert forced == [walk.alone.forced(walk.ids, 6) for walk in live]
+        drafts = [tuple(ids) or (rng.randrange(DEMO_VOCAB),) * rng.randrange(3) for ids in forced]
+        finish = follower.begin_masks([walk.so_far(ids) for walk, ids in zip(live, drafts, strict=True)])
+        if rng.random() < 0.3 and follower._process is not None:
+            os.kill(pid_of(follower), signal.SIGKILL)
+            num_kills += 1
+        for walk, ids, masks in zip(live, drafts, finish(), strict=True):
+            expected = walk.alone.masks(walk.ids, ids)
+            assert len(masks) == 1 + len(ids)
+            assert masks[: len(expected)] == expected
+            assert all(mask == b"\xff" * len(mask) for mask in masks[len(expected) :])
+            walk.go_on(masks[0], rng)
+            num_asked += 1
+    assert num_kills > 3
+    assert num_asked > 40
+    assert all(walk.followed.error is None for walk in walks)
+
+
+def test_a_question_that_nobody_waited_for_does_not_answer_the_next_one(follower: AnswerFollower) -> None:
+    digits, choice = begun(follower, DIGITS), begun(follower, CONSTRAINTS[3])
+    follower.begin_masks([AnswerSoFar(digits, PROMPT)])
+    (masks,) = follower.begin_masks([AnswerSoFar(choice, PROMPT)])()
+    ((again,),) = follower.begin_masks([AnswerSoFar(choice, PROMPT)])()
+    assert masks == [again]
+    ((other,),) = follower.begin_masks([AnswerSoFar(digits, PROMPT)])()
+    assert other != again
+
+
+def test_the_answer_that_ends_processes_ends_and_no_other_one(
+    follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_follower, "_STACK_BYTES", 1 << 20)
+    good, bad, other = begun(follower, DIGITS), begun(follower, chain(3500)), begun(follower, CONSTRAINTS[3])
+    asked = [AnswerSoFar(answer, PROMPT) for answer in (good, bad, other)]
+    for _ in range(3):
+        masks = follower.begin_masks(asked)()
+        assert isinstance(bad.error, InvalidParameterError)
+        assert bad.error.field == "sampling.json_schema"
+        assert "the answer cannot go on" in bad.error.message
+        assert good.error is other.error is None
+        assert masks[0] != masks[2]
+        assert 0 < len(allowed(masks[0][0])) < 100
+        assert 0 < len(allowed(masks[2][0])) < 100
+        assert masks[1] == [b"\xff" * len(masks[0][0])]
+
+
+def test_an_answer_that_hangs_its_process_ends(follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = begun(follower, DIGITS), begun(follower, CONSTRAINTS[3])
+    # No processor time is allowed at all: whatever is asked first takes too long.
+    monkeypatch.setattr(answer_follower, "_CPU_S", 0.0)
+    monkeypatch.setattr(answer_follower, "_CPU_S_PER_MASK", 0.0)
+    monkeypatch.setattr(process_clock, "_LOOK_S", 0.0)
+    follower.begin_masks([AnswerSoFar(bad, PROMPT)])()
+    assert isinstance(bad.error, InvalidParameterError)
+    monkeypatch.undo()
+    follower.begin_masks([AnswerSoFar(good, PROMPT)])()
+    assert good.error is None
+
+
+def test_processes_that_are_always_killed_are_no_answers_fault(
+    follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = begun(follower, DIGITS)
+    original = AnswerFollower.running
+
+    def killed(self: AnswerFollower) -> Any:
+        process = original(self)
+        process._process.stop()
+        return process
+
+    monkeypatch.setattr(AnswerFollower, "running", killed)
+    follower.begin_masks([AnswerSoFar(answer, PROMPT)])()
+    assert isinstance(answer.error, UnavailableError)
+    assert follower.forced([AnswerSoFar(answer, PROMPT)], 4) == [[]]
+
+
+def test_ended_answers_are_forgotten(follower: AnswerFollower) -> None:
+    answer = begun(follower, DIGITS)
+    number = answer.answer_id
+    follower.forced([AnswerSoFar(answer, PROMPT)], 4)
+    del answer
+    follower.forced([], 4)
+    gc.collect()
+    assert follower.take_ended_ids() == [number]
+    assert follower.take_ended_ids() == []
+
+
+def test_a_closed_follower_has_no_process_and_gives_errors(follower: AnswerFollower) -> None:
+    answer = begun(follower, DIGITS)
+    process = psutil.Process(pid_of(follower))
+    follower.close()
+    assert not process.is_running()
+    follower.begin_masks([AnswerSoFar(answer, PROMPT)])()
+    assert isinstance(answer.error, UnavailableError)
+    with pytest.raises(UnavailableError):
+        follower.prepare(DIGITS)
+
+
+def test_a_constraint_is_compiled_while_others_are_followed(follower: AnswerFollower) -> None:
+    """One thread compiles, and one asks: each gets its own outcomes."""
+    answer = begun(follower, DIGITS)
+    (expected,) = follower.begin_masks([AnswerSoFar(answer, PROMPT)])()
+    stop = threading.Event()
+
+    def compile_many() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            follower.prepare(Constraint(ConstraintKind.REGEX, f"[a-z]{{{number}}}"))
+
+    thread = threading.Thread(target=compile_many)
+    thread.start()
+    for _ in range(300):
+        assert follower.begin_masks([AnswerSoFar(answer, PROMPT)])() == [expected]
+    stop.set()
+    thread.join()

@@ -1,0 +1,111 @@
+"""Tests that constraints are compiled once, refused with their place, and bounded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from decoder_svc.constraint import grammars as module
+from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
+from tests.decoder_svc.constraint.demo_constraints import demo_grammars
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return demo_grammars().tokenizer
+
+
+@pytest.fixture
+def grammars(tokenizer: LLTokenizer) -> Grammars:
+    return Grammars(tokenizer)
+
+
+def schema(value: Any) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, value if isinstance(value, str) else json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (schema("{"), "is no JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+        (schema("[1]"), "must be a JSON object, true or false"),
+        (schema("[" * 100_000), "nested too deeply"),
+        (schema({"type": "objec"}), "Invalid type: objec"),
+        (schema({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        # The schema cannot ask for its own keywords to be ignored.
+        (schema({"not": {}, "x-guidance": {"lenient": True}}), 'Unimplemented keys: ["not"]'),
+        (schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+        (schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+        (schema({"type": "string", "pattern": "("}), "unclosed group"),
+        (schema({"$ref": "#/nowhere"}), "'/nowhere' does not exist"),
+        (schema({"$ref": "http://127.0.0.1/schema"}), "does not fetch resources"),
+        (Constraint(ConstraintKind.REGEX, "a(b"), "unclosed group"),
+        (Constraint(ConstraintKind.REGEX, r"(a)\1"), "backreferences are not supported"),
+        (Constraint(ConstraintKind.REGEX, "(?=a)b"), "look-around"),
+        (Constraint(ConstraintKind.GRAMMAR, 'start: "a" thing'), 'at 1(8): unknown name: "thing"'),
+        (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a"'), "1(7): Expected token"),
+        (Constraint(ConstraintKind.GRAMMAR, 'begin: "a"'), "start"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_place(
+    grammars: Grammars, constraint: Constraint, reason: str
+) -> None:
+    with pytest.raises(RefusedConstraintError) as caught:
+        grammars.check(constraint)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_constraint_is_compiled_once_and_each_request_has_a_state_of_its_own(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    original = module._grammar
+
+    def noting(constraint: Constraint) -> str:
+        compiled.append(constraint)
+        return original(constraint)
+
+    monkeypatch.setattr(module, "_grammar", noting)
+    digits = Constraint(ConstraintKind.REGEX, "[0-9]{2}")
+    first, second = grammars.matcher(digits), grammars.matcher(Constraint(ConstraintKind.REGEX, "[0-9]{2}"))
+    (token_id,) = grammars.tokenizer.tokenize_str("7")
+    assert first.consume_tokens([token_id, token_id])
+    assert first.is_accepting()
+    assert not second.is_accepting()
+    assert not grammars.matcher(digits).is_accepting()
+    assert compiled == [digits]
+
+
+def test_the_latest_constraints_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_KEPT", 3)
+    monkeypatch.setattr(module, "_MAX_KEPT_CHARS", 40)
+    texts = ["a", "b", "c", "a", "d"]
+    for text in texts:
+        grammars.check(Constraint(ConstraintKind.REGEX, text))
+    assert [constraint.text for constraint in grammars._kept] == ["c", "a", "d"]
+    grammars.check(Constraint(ConstraintKind.REGEX, "e" * 39))
+    assert [len(constraint.text) for constraint in grammars._kept] == [1, 39]
+    grammars.check(Constraint(ConstraintKind.REGEX, "f" * 41))
+    assert [len(constraint.text) for constraint in grammars._kept] == []
+    assert grammars._kept_chars == 0
+
+
+@pytest.mark.parametrize("text", ["(a{1,1000}){1,1000}", "((a|b)*c){500}x" * 40, "[a-z]{100000}"])
+def test_a_hostile_expression_ends_soon(grammars: Grammars, text: str) -> None:
+    """It is served or refused, but bounded: without limits, such expressions take minutes and gigabytes."""
+    constraint = Constraint(ConstraintKind.REGEX, text)
+    try:
+        matcher = grammars.matcher(constraint)
+    except RefusedConstraintError:
+        return
+    (token_id,) = grammars.tokenizer.tokenize_str("a")
+    for _ in range(50):
+        matcher.compute_bitmask()
+        if matcher.is_error() or not matcher.consume_token(token_id):
+            break

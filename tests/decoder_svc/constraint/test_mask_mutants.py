@@ -1,0 +1,237 @@
+"""Faults seeded into what is done with constraints: random walks notice each of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+
+from decoder_svc.constraint import answer_follower, answer_matcher, json_schema
+from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswer
+from decoder_svc.constraint.answer_matcher import AnswerMatcher
+from decoder_svc.constraint.frames import Step
+from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
+from tests.decoder_svc.constraint import test_answer_follower
+from tests.decoder_svc.constraint.demo_constraints import (
+    DEMO_VOCAB,
+    END,
+    PROMPT,
+    WholeAnswer,
+    demo_grammars,
+    demo_vocabulary,
+)
+from tests.decoder_svc.constraint.test_answer_follower import allowed
+from tests.decoder_svc.scheduling.mutation import Mutations, Patch
+
+mutation = Mutations()
+# The token that ends answers here, which is not the tokenizer's own.
+OWN_END = 1
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "code": {"type": "string", "pattern": '^[^"a]{1,2}$'}},
+    "required": ["colour", "code"],
+    "additionalProperties": False,
+}
+PATTERN = "[0-9]{2,3}(, [a-z]{2}){0,2}"
+REGEX = Constraint(ConstraintKind.REGEX, PATTERN)
+OBJECT = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))
+
+
+@mutation
+def an_answer_may_end_anywhere(patch: Patch) -> None:
+    original = AnswerMatcher._mask
+
+    def mask(self: AnswerMatcher) -> Any:
+        return original(self) | self._stops
+
+    patch.setattr(AnswerMatcher, "_mask", mask)
+
+
+@mutation
+def an_answer_never_ends(patch: Patch) -> None:
+    original = AnswerMatcher._mask
+
+    def mask(self: AnswerMatcher) -> Any:
+        words = original(self)
+        rest = words & ~self._stops
+        return rest if rest.any() else words
+
+    patch.setattr(AnswerMatcher, "_mask", mask)
+
+
+@mutation
+def the_tokenizers_own_end_is_allowed(patch: Patch) -> None:
+    original = AnswerMatcher.__init__
+
+    def init(self: AnswerMatcher, matcher: Any, stops: Any, num_logits: int, ends: Any = ()) -> None:
+        original(self, matcher, stops, num_logits)
+
+    patch.setattr(AnswerMatcher, "__init__", init)
+
+
+@mutation
+def drafts_are_not_taken_back(patch: Patch) -> None:
+    original = AnswerMatcher.masks
+
+    def masks(self: AnswerMatcher, token_ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
+        found = original(self, token_ids, draft_ids)
+        self._matcher.consume_tokens(list(draft_ids[: max(0, len(found) - 1)]))
+        return found
+
+    patch.setattr(AnswerMatcher, "masks", masks)
+
+
+@mutation
+def masks_behind_drafts_are_those_before_them(patch: Patch) -> None:
+    original = AnswerMatcher.masks
+
+    def masks(self: AnswerMatcher, token_ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
+        found = original(self, token_ids, draft_ids)
+        return [found[0], *found[:-1]] if len(found) > 1 else found
+
+    patch.setattr(AnswerMatcher, "masks", masks)
+
+
+@mutation
+def masks_begin_with_the_second_token(patch: Patch) -> None:
+    original = answer_matcher._bits
+    patch.setattr(answer_matcher, "_bits", lambda ids, num_words: original([one + 1 for one in ids], num_words))
+
+
+@mutation
+def unknown_keywords_are_ignored(patch: Patch) -> None:
+    original = json_schema._value
+
+    def value(key: str, value: Any) -> Any:
+        try:
+            return original(key, value)
+        except ValueError:
+            return value
+
+    patch.setattr(json_schema, "_value", value)
+
+
+@mutation
+def patterns_are_left_as_they_are(patch: Patch) -> None:
+    patch.setattr(json_schema, "exact_pattern", lambda pattern: pattern)
+
+
+@mutation
+def a_token_is_read_twice(patch: Patch) -> None:
+    original = FollowedAnswer.step
+
+    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar, num_forced: int) -> Step:
+        found = original(self, process, answer, num_forced)
+        self._num_read -= bool(found.token_ids)
+        return found
+
+    patch.setattr(FollowedAnswer, "step", step)
+
+
+@mutation
+def a_new_process_gets_the_newest_tokens_only(patch: Patch) -> None:
+    original = FollowedAnswer.step
+
+    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar, num_forced: int) -> Step:
+        num_read = self._num_read
+        found = original(self, process, answer, num_forced)
+        del found.token_ids[: num_read - len(PROMPT)]
+        return found
+
+    patch.setattr(FollowedAnswer, "step", step)
+
+
+@mutation
+def a_new_process_is_not_told_the_constraint(patch: Patch) -> None:
+    original = FollowedAnswer.step
+
+    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar, num_forced: int) -> Step:
+        is_first = self._process is None
+        found = original(self, process, answer, num_forced)
+        found.opening = found.opening if is_first else None
+        return found
+
+    patch.setattr(FollowedAnswer, "step", step)
+
+
+@mutation
+def outcomes_of_an_abandoned_question_answer_the_next_one(patch: Patch) -> None:
+    patch.setattr(answer_follower._Question, "give_up", lambda self: None)
+
+
+@mutation
+def a_kill_from_outside_blames_the_answer(patch: Patch) -> None:
+    patch.setattr(answer_follower.ConstraintProcess, "was_killed_from_outside", lambda self: False)
+    patch.setattr(answer_follower, "_MAX_DEATHS", 1)
+
+
+@mutation
+def outcomes_are_given_to_answers_in_another_order(patch: Patch) -> None:
+    original = answer_follower._Question.result
+    patch.setattr(answer_follower._Question, "result", lambda self: original(self)[::-1])
+
+
+def walk_alone(grammars: Grammars, constraint: Constraint, rng: random.Random) -> str:
+    """Draws an answer, partly through forced tokens, and returns its text."""
+    state, ids = WholeAnswer(grammars, constraint, stops=(OWN_END,)), list(PROMPT)
+    for _ in range(120):
+        drafts = state.forced(ids, 4) if rng.random() < 0.5 else []
+        masks = state.masks(ids, drafts)
+        assert masks, state.error
+        for index, mask in enumerate(masks):
+            is_draft = index < len(drafts) and rng.random() < 0.8
+            token_id = drafts[index] if is_draft else rng.choice(allowed(mask))
+            assert token_id in allowed(mask), "a forced token is not allowed"
+            assert END not in allowed(mask), "only the stop tokens of the request end its answer"
+            if token_id == OWN_END:
+                return grammars.tokenizer.decode_bytes(ids[len(PROMPT) :]).decode()
+            ids.append(token_id)
+            if not is_draft:
+                break
+    raise AssertionError("no end")
+
+
+def check_alone(grammars: Grammars) -> None:
+    texts = [walk_alone(grammars, REGEX, random.Random(seed)) for seed in range(20)]
+    assert all(re.fullmatch(PATTERN, text) for text in texts)
+    assert any("," not in text for text in texts), "none of them has ended early"
+    for seed in range(20):
+        jsonschema.validate(json.loads(walk_alone(grammars, OBJECT, random.Random(seed))), SCHEMA)
+    matcher = grammars.matcher(OBJECT)
+    quoted = '{"colour": "red", "code": "\\""}'
+    ids = [token_id for byte in quoted.encode() for token_id in grammars.tokenizer.tokenize_bytes(bytes([byte]))]
+    assert matcher.try_consume_tokens(ids) < len(ids)
+    with pytest.raises(RefusedConstraintError):
+        grammars.check(Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object", "propertys": {}}'))
+
+
+def noticed() -> bool:
+    """Runs the checks of this process first, and then those of a follower's process."""
+    grammars, follower = demo_grammars(), AnswerFollower(demo_vocabulary, DEMO_VOCAB)
+    try:
+        check_alone(grammars)
+        test_answer_follower.test_a_question_that_nobody_waited_for_does_not_answer_the_next_one(follower)
+        test_answer_follower.test_masks_and_forced_tokens_are_those_of_a_matcher_here_though_processes_are_killed(
+            follower, grammars, 0
+        )
+    except (AssertionError, IndexError, ValueError, jsonschema.ValidationError, pytest.fail.Exception):
+        return True
+    finally:
+        follower.close()
+    return False
+
+
+def test_masks_as_they_are_pass() -> None:
+    assert not noticed()
+
+
+@pytest.mark.parametrize("name", mutation)
+def test_each_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation[name](monkeypatch)
+    assert noticed()
