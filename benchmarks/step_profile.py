@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 _NAME = "step_profile"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Timed methods of a step; the phases of the stack are listed below.
-_METHODS = ("_update_states", "_prepare_inputs", "_embed", "_sample")
+_METHODS = ("_update_states", "_prepare_inputs", "_embed")
 # By phase of the stack, in the order of a layer.
 _PHASES = {
     "norms": "norms",
@@ -140,7 +141,7 @@ class StepProfiler:
             *(part(title, name, limit_s=phase_limits.get(name)) for name, title in _PHASES.items()),
             Part("the stack's call: angles, waking threads", statistics.median(stack), None),
             part("head", "head", limit_s=head_limit),
-            part("choosing tokens", "_sample"),
+            part("choosing tokens", "sampler"),
             Part("between them", statistics.median(rest), None),
         ]
         limit_s = sum(phase_limits.values()) + head_limit
@@ -163,18 +164,22 @@ class _Timed:
 
     def __init__(self, runner: CPUModelRunner, stack: NativeStack, seconds: dict[str, list[float]]) -> None:
         self._runner, self._stack, self._seconds = runner, stack, seconds
+        self._sampler = runner.sampler
 
     def __enter__(self) -> None:
         runner = self._runner
         for name in _METHODS:
             setattr(runner, name, self._noting(name, getattr(runner, name)))
         runner.model.lm_head.forward = self._noting("head", runner.model.lm_head.forward)
+        timed: Any = SimpleNamespace(launch=self._noting("sampler", self._sampler.launch))
+        runner.sampler = timed
         stack: Any = self._stack
         stack.forward = self._noting_phases(self._noting("stack", stack.forward))
 
     def __exit__(self, *_: object) -> None:
         for name in _METHODS:
             delattr(self._runner, name)
+        self._runner.sampler = self._sampler
         for module in (self._runner.model.lm_head, self._stack):
             del module.forward
         self._stack.phase_ns = None

@@ -13,6 +13,7 @@ __all__ = [
     "AsyncAdminClient",
     "AsyncClient",
     "AsyncTextStream",
+    "Choice",
     "Client",
     "DecoderLoad",
     "Encoding",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from lookonce.client import Client, TextStream
     from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
     from lookonce.errors import LookonceError
-    from lookonce.generation import GenerateOptions, Generation, Message, TextPrompt, Usage
+    from lookonce.generation import Choice, GenerateOptions, Generation, Message, TextPrompt, Usage
     from lookonce.images import Encoding, ImageRef
     from lookonce.sdk.image_fetcher import ImageFetcher
     from lookonce.videos import Video
@@ -52,6 +53,7 @@ else:
         "AsyncAdminClient": "admin.aio",
         "AsyncClient": "aio",
         "AsyncTextStream": "aio",
+        "Choice": "generation",
         "Client": "client",
         "DecoderLoad": "decoder_info",
         "Encoding": "images",

@@ -118,7 +118,7 @@ class Choice:
     token_ids: tuple[int, ...]
     # "stop": end of sequence or a stop string; "length": max_tokens; "abort": aborted.
     finish_reason: FinishReason
-    # As in Generation.
+    # Entry i belongs to token_ids[i]; empty unless asked for.
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 

@@ -85,7 +85,7 @@ async def generating_choices(
     options: GenerationOptions,
     tokenizer: TextTokenizer,
 ) -> AsyncIterator[Choices]:
-    """Submits a request once for each id, and aborts what has not ended when the block is left, as `generating` does."""
+    """Submits a request once for each id, and aborts what has not ended when the block is left, like `generating`."""
     async with AsyncExitStack() as stack:
         submitted = [
             await stack.enter_async_context(generating(engine, request_id, prepared.choice(index), options, tokenizer))
@@ -108,8 +108,8 @@ async def _events(index: int, submitted: SubmittedRequest) -> AsyncIterator[_Eve
 async def _merged(parts: Sequence[AsyncIterator[_Event]]) -> AsyncGenerator[_Event]:
     """Yields the events of all parts as they come."""
     if len(parts) == 1:
-        async for event in parts[0]:
-            yield event
+        async for only in parts[0]:
+            yield only
         return
     waiting = {asyncio.create_task(_next(part)): part for part in parts}
     try:

@@ -27,6 +27,7 @@ SERVE_MODULES: Mapping[str, str] = {
     "prometheus-client": "prometheus_client",
     "psutil": "psutil",
     "msgspec": "msgspec",
+    "llguidance": "llguidance",
 }
 
 

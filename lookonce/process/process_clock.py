@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import psutil
 
-# Least time between two looks at the process, and before the first one, seconds. A look takes 0.1 ms, and most work less
-# than this time.
+# Least time between two looks at the process, and before the first one, seconds. A look takes 0.1 ms, and most work
+# less than this time.
 _LOOK_S = 0.02
 # Least time to wait, seconds.
 _MIN_WAIT_S = 0.002

@@ -30,28 +30,38 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
 
     def Generate(self, request: decoder_pb2.GenerateRequest, context: Any) -> decoder_pb2.GenerateResponse:
         try:
-            received, text, usage = self._answered(request.params, context)
+            received, texts, usage = self._answered(request.params, context)
         except LookonceError as error:
             abort(context, error)
-        choice = decoder_pb2.Choice(
-            text=text, token_ids=range(len(text.split())), finish_reason=decoder_pb2.FINISH_REASON_STOP
-        )
-        return decoder_pb2.GenerateResponse(request_id=received.request_id, choices=[choice], usage=usage)
+        choices = [
+            decoder_pb2.Choice(
+                index=index,
+                text=text,
+                token_ids=range(len(text.split())),
+                finish_reason=decoder_pb2.FINISH_REASON_STOP,
+            )
+            for index, text in enumerate(texts)
+        ]
+        return decoder_pb2.GenerateResponse(request_id=received.request_id, choices=choices, usage=usage)
 
     def GenerateStream(
         self, request: decoder_pb2.GenerateStreamRequest, context: Any
     ) -> Iterator[decoder_pb2.GenerateStreamResponse]:
         try:
-            received, text, usage = self._answered(request.params, context)
+            received, texts, usage = self._answered(request.params, context)
         except LookonceError as error:
             abort(context, error)
         response = decoder_pb2.GenerateStreamResponse
         yield response(started=decoder_pb2.StreamStarted(request_id=received.request_id, usage=usage))
-        for index, word in enumerate(text.split(" ")):
-            piece = word if index == 0 else f" {word}"
-            yield response(delta=decoder_pb2.StreamDelta(text=piece, token_ids=[index], token_index=index))
-        finished = decoder_pb2.StreamFinished(finish_reason=decoder_pb2.FINISH_REASON_STOP, usage=usage)
-        yield response(finished=finished)
+        for choice, text in enumerate(texts):
+            for index, word in enumerate(text.split(" ")):
+                piece = word if index == 0 else f" {word}"
+                delta = decoder_pb2.StreamDelta(index=choice, text=piece, token_ids=[index], token_index=index)
+                yield response(delta=delta)
+            finished = decoder_pb2.StreamFinished(
+                index=choice, finish_reason=decoder_pb2.FINISH_REASON_STOP, usage=usage
+            )
+            yield response(finished=finished)
 
     def GetModelInfo(self, request: decoder_pb2.GetModelInfoRequest, context: Any) -> decoder_pb2.GetModelInfoResponse:
         return decoder_pb2.GetModelInfoResponse(
@@ -78,8 +88,10 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
         """Does nothing: an answer takes no time."""
         return decoder_pb2.AbortRequestResponse()
 
-    def _answered(self, params: decoder_pb2.GenerateParams, context: Any) -> tuple[FakeRequest, str, decoder_pb2.Usage]:
-        """Returns a request with the text of its answer. Raises what the test or a real server would raise."""
+    def _answered(
+        self, params: decoder_pb2.GenerateParams, context: Any
+    ) -> tuple[FakeRequest, list[str], decoder_pb2.Usage]:
+        """Returns a request with the texts of its answers. Raises what the test or a real server would raise."""
         received = FakeRequest.of(params, dict(context.invocation_metadata()))
         self.requests.append(received)
         if self.failures:
@@ -87,8 +99,12 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
         if params.sampling.WhichOneof("constraint") is not None:
             raise not_offered()
         num_new = self._images.shown(received.images)
-        text = self._answer if isinstance(self._answer, str) else self._answer(received)
-        num_rows, num_words = self._images.rows_per_image * len(received.images), len(text.split())
+        num_answers = max(1, params.sampling.n)
+        texts = [self._answer if isinstance(self._answer, str) else self._answer(received) for _ in range(num_answers)]
+        num_rows, num_words = (
+            self._images.rows_per_image * len(received.images),
+            sum(len(text.split()) for text in texts),
+        )
         num_encoded = self._images.rows_per_image * num_new
         usage = decoder_pb2.Usage(
             prompt_tokens=len(received.text.split()) + num_rows,
@@ -97,4 +113,4 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
             cached_image_tokens=num_rows - num_encoded,
             completion_tokens=num_words,
         )
-        return received, text, usage
+        return received, texts, usage

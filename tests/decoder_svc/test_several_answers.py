@@ -119,7 +119,7 @@ async def test_an_answer_that_a_stop_string_ends_is_not_continued_for_the_others
 async def test_abort_ends_all_answers(plain: RunningDecoder) -> None:
     request = with_fields(params("what is it", n=3, **{**SAMPLING, "max_tokens": 1500}), request_id="mine")
     call = plain.stub.GenerateStream(pb.GenerateStreamRequest(params=request), timeout=60)
-    ends = []
+    ends: list[pb.FinishReason.ValueType] = []
     async for event in call:
         if event.HasField("delta") and not ends:
             await plain.stub.AbortRequest(pb.AbortRequestRequest(request_id="mine"), timeout=10)

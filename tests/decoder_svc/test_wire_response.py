@@ -35,8 +35,9 @@ def test_usage_has_every_count_and_both_times() -> None:
 
 def test_a_delta_has_the_index_of_its_first_token_and_one_entry_per_token() -> None:
     positions = (TokenLogprobs(((7, -0.5), (8, -1.5))), TokenLogprobs(((9, -0.25),)))
-    message = wire_response.delta(TextIncrement("ab", (7, 9), positions, None), 3)
-    assert (message.text, list(message.token_ids), message.token_index) == ("ab", [7, 9], 3)
+    message = wire_response.delta(TextIncrement("ab", (7, 9), positions, None), 2, 3)
+    assert (message.text, list(message.token_ids)) == ("ab", [7, 9])
+    assert (message.index, message.token_index) == (2, 3)
     assert [[(one.token_id, one.logprob) for one in position.top] for position in message.logprobs] == [
         [(7, -0.5), (8, -1.5)],
         [(9, -0.25)],

@@ -27,5 +27,5 @@ def test_every_command_has_a_section_and_every_argument_a_meaning() -> None:
 
 @pytest.mark.parametrize("option", sorted(GenerateOptions.__annotations__))
 def test_every_option_of_the_sdk_is_listed(option: str) -> None:
-    flag = {"stop_token_ids": "--stop-token-id"}.get(option, f"--{option.replace('_', '-')}")
+    flag = {"stop_token_ids": "--stop-token-id", "n": "--answers"}.get(option, f"--{option.replace('_', '-')}")
     assert f"`{flag}`" in PAGE.read_text("utf-8")

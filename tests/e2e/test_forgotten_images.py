@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,12 @@ async def stored_by_uploads(decoders: list[AsyncClient], file: bytes) -> None:
     """Uploads an image to one decoder until another one gets its rows by digest.
 
     A decoder that has not heard the removal's last message sends the image on as one that came before the removal.
+    Each prompt begins anew, so that the prefix cache does not answer for the image.
     """
     async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            await ask(decoders[0], ImageRef.from_bytes(file))
+        for number in itertools.count():
+            prompt = [Message("user", [f"round {number}", ImageRef.from_bytes(file), "what is it"])]
+            await decoders[0].generate(prompt, max_tokens=2)
             try:
                 await ask(decoders[1], by_digest(file))
             except EmbeddingNotCachedError:

@@ -336,11 +336,11 @@ def _checked(programs: Sequence[str], clean: pathlib.Path, folder: pathlib.Path)
 
 def test_mypy_checks_a_users_program(clean: pathlib.Path, tmp_path: pathlib.Path) -> None:
     sdk_programs = [program for program in _documented_programs() if "import grpc" not in program]
-    assert len(sdk_programs) == 3
+    assert len(sdk_programs) == 4
     wrong = sdk_programs[0] + "    answer.text + 1\n    client.generate('x', max_token=3)\n"
     unknown = "import lookonce\n\nlookonce.Cleint\n"
     *right, of_wrong, of_unknown = _checked([*sdk_programs, _ASYNC_PROGRAM, wrong, unknown], clean, tmp_path)
-    assert right == ["", "", "", ""]
+    assert right == [""] * 5
     assert "Unsupported operand types" in of_wrong
     assert "max_token" in of_wrong
     assert 'has no attribute "Cleint"' in of_unknown

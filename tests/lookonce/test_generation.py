@@ -7,8 +7,8 @@ from lookonce.generation import GenerateOptions, Usage
 
 # Fields of GenerateParams that the SDK fills from other arguments than options.
 FROM_ARGUMENTS = {"text", "chat", "tokens", "sampling"}
-# The SDK returns a single choice, and a client is connected to the decoder of one model.
-NOT_OFFERED = {"n", "model"}
+# A client is connected to the decoder of one model.
+NOT_OFFERED = {"model"}
 
 
 def test_every_sampling_option_of_the_contract_is_an_option_of_the_sdk() -> None:

@@ -25,8 +25,9 @@ def stream_text(stream: TextStream) -> None:
 
 def print_answers(answer: Generation) -> None:
     """Prints several answers to one question, each behind its number, and their cost to stderr."""
-    for number, one in enumerate((answer, *answer.others), start=1):
-        sys.stdout.write(f"[{number}] {visible(one.text)}\n")
+    texts = [answer.text, *(choice.text for choice in answer.others)]
+    for number, text in enumerate(texts, start=1):
+        sys.stdout.write(f"[{number}] {visible(text)}\n")
     sys.stdout.flush()
     err.print(f"[dim]{escape(usage_line(answer.usage))}[/]", soft_wrap=True)
 

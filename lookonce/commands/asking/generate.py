@@ -93,7 +93,8 @@ def generate(
             with client.stream(asked, **options) as stream:
                 stream_text(stream)
             return
-        answer = client.generate(asked, **options, n=number)
+        options["n"] = number
+        answer = client.generate(asked, **options)
     if as_json:
         num_frames = sum(len(one.frames) for one in videos)
         print_json(json_answer(answer, len(images), num_frames, time.monotonic() - started_s))

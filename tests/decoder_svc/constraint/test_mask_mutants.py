@@ -14,6 +14,7 @@ import pytest
 from decoder_svc.constraint import answer_follower, answer_matcher, json_schema
 from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswer
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
+from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.frames import Step
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
@@ -167,7 +168,7 @@ def outcomes_of_an_abandoned_question_answer_the_next_one(patch: Patch) -> None:
 
 @mutation
 def a_kill_from_outside_blames_the_answer(patch: Patch) -> None:
-    patch.setattr(answer_follower.ConstraintProcess, "was_killed_from_outside", lambda self: False)
+    patch.setattr(ConstraintProcess, "was_killed_from_outside", lambda self: False)
     patch.setattr(answer_follower, "_MAX_DEATHS", 1)
 
 

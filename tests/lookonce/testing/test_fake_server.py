@@ -166,3 +166,12 @@ def test_it_needs_none_of_the_services_packages() -> None:
         "sys.exit(bool({'torch', 'transformers', 'numpy', 'PIL', 'redis', 'lookonce.server'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_several_answers_are_asked_of_the_function_one_by_one() -> None:
+    texts = iter(["one", "two words", "three"])
+    with FakeServer(lambda request: next(texts)) as server, lookonce.Client.connect(server.target) as client:
+        generation = client.generate("which", n=3)
+    assert (generation.text, [other.text for other in generation.others]) == ("one", ["two words", "three"])
+    assert generation.usage.completion_tokens == 4
+    assert len(server.requests) == 1

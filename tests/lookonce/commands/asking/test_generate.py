@@ -29,6 +29,7 @@ FLAGS = {
     "stop": (["END", "a b"], ["END", "a b"]),
     "stop_token_ids": (["4", "5"], [4, 5]),
     "logprobs": (["2"], 2),
+    "n": (["2"], 2),
 }
 # Flags without a value, those of no sampling option, and those that the server does not offer.
 OTHERS = {
@@ -43,7 +44,10 @@ def test_every_option_has_a_flag_that_reaches_the_server(command: Command, serve
         argument
         for name, (values, _) in FLAGS.items()
         for value in values
-        for argument in ({"stop_token_ids": "--stop-token-id"}.get(name, f"--{name.replace('_', '-')}"), value)
+        for argument in (
+            {"stop_token_ids": "--stop-token-id", "n": "--answers"}.get(name, f"--{name.replace('_', '-')}"),
+            value,
+        )
     ]
     finished = command("generate", "what?", "--json", "--request-id", "mine", "--ignore-eos", *arguments)
     assert finished.returncode == 0, finished.stderr
@@ -110,3 +114,16 @@ def test_a_cached_image_is_named_by_its_digest(command: Command, server: FakeSer
     known = command("generate", "what?", "--image", digest)
     assert (known.returncode, known.stdout) == (0, "a red square\n")
     assert len(server.images.uploads) == 1
+
+
+def test_several_answers_have_numbers_and_json_has_them_all(command: Command, server: FakeServer) -> None:
+    finished = command("generate", "what?", "-n", "3")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "[1] a red square\n[2] a red square\n[3] a red square\n"
+    assert "1 prompt tokens" in finished.stderr
+    finished = command("generate", "what?", "-n", "2", "--json")
+    answer = json.loads(finished.stdout)
+    assert (answer["text"], [other["text"] for other in answer["others"]]) == ("a red square", ["a red square"])
+    one = command("generate", "what?", "-n", "1")
+    assert one.stdout == "a red square\n"
+    assert [request.options.get("n") for request in server.requests] == [3, 2, None]
