@@ -13,6 +13,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.constraint.json_schema import parsed_schema
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 
@@ -44,6 +45,9 @@ _JSON_OPTIONS: Any = {
     "json_allowed_escapes": '"\\bfnrt',
     "json_allow_general_unicode_escapes": False,
 }
+# Texts that many expressions allow. llguidance looks up their tokens, and tries the others one by one. A mask behind
+# `[a-zA-Z ,.]{200,}`, whose state no mask before had, takes 0.06 ms with these and 0.38 ms without (2026-11-26).
+_COMMON_TEXTS = ("[a-zA-Z0-9 ,.]{1,30}", "[a-zA-Z ]{1,20}", "[a-z]{1,20}")
 _MAX_REASON_CHARS = 300
 # Forced tokens that are computed to see that a constraint can be followed.
 _NUM_TRIED = 8
@@ -56,8 +60,10 @@ class RefusedConstraintError(Exception):
 class Grammars:
     """Compiles constraints for one tokenizer. Any thread may use it; llguidance gives up the interpreter meanwhile."""
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises ValueError if llguidance does not know the kind of tokenizer."""
+        texts = [*LLTokenizer.general_slices(), *_COMMON_TEXTS]
+        self.tokenizer = LLTokenizer(vocabulary.tokenizer_json, eos_token=vocabulary.end_token_id, slices=texts)
         # By constraint, the least recently used one first.
         self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._kept_chars = 0

@@ -13,8 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-from llguidance import LLTokenizer
-
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.frames import Check, Checked, Follow, Followed, Opening, Step, Vocabulary, encoded, received
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
@@ -76,7 +74,7 @@ def main() -> None:
     with limited_side(numbers, int(memory_bytes)) as (first, checks, follows):
         vocabulary = received(first, Vocabulary)
         try:
-            grammars = Grammars(LLTokenizer(vocabulary.tokenizer_json, eos_token=vocabulary.end_token_id))
+            grammars = Grammars(vocabulary)
         except ValueError as error:
             first.sendall(encoded(Checked(str(error))))
             return

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llguidance import LLTokenizer
-
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
@@ -26,8 +24,7 @@ def demo_vocabulary() -> Vocabulary:
 
 def demo_grammars() -> Grammars:
     """Returns grammars that compile in this process: harmless constraints only."""
-    vocabulary = demo_vocabulary()
-    return Grammars(LLTokenizer(vocabulary.tokenizer_json, eos_token=vocabulary.end_token_id))
+    return Grammars(demo_vocabulary())
 
 
 def demo_constraints() -> ConstraintDesk:

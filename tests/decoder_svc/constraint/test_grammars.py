@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLTokenizer
 
 from decoder_svc.constraint import grammars as module
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
@@ -14,14 +13,9 @@ from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from tests.decoder_svc.constraint.demo_constraints import demo_grammars
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> LLTokenizer:
-    return demo_grammars().tokenizer
-
-
 @pytest.fixture
-def grammars(tokenizer: LLTokenizer) -> Grammars:
-    return Grammars(tokenizer)
+def grammars() -> Grammars:
+    return demo_grammars()
 
 
 def schema(value: Any) -> Constraint:
