@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import statistics
 import time
@@ -25,6 +26,7 @@ _BLOCK_SIZE = 16
 _SLOW_STEPS = 4
 # Large enough that no cache of the processor holds it.
 COPIED_BYTES = 512 << 20
+_GREEDY = SamplingParams()
 
 
 class ModulesRunner(CPUModelRunner):
@@ -107,11 +109,28 @@ class RunnerSteps:
         dtype = str(self._dtype).removeprefix("torch.")
         return StepCell(dtype, batch, context, self._weight_bytes + kv_bytes, steps_s, bandwidth)
 
-    def decode(self, runner: CPUModelRunner, batch: int, context: int, num_steps: int) -> list[float]:
-        """Returns the seconds of each step after the first."""
+    def decode(
+        self,
+        runner: CPUModelRunner,
+        batch: int,
+        context: int,
+        num_steps: int,
+        sampling: SamplingParams = _GREEDY,
+    ) -> list[float]:
+        """Returns the seconds of each step after the first. All requests sample alike, each with a seed of its own."""
         names = [RequestId(f"r{index}") for index in range(batch)]
-        params = SamplingParams(max_tokens=num_steps + 2)
-        admitted = tuple(AdmittedRequest(name, (5,) * context, context, (), None, (), params) for name in names)
+        admitted = tuple(
+            AdmittedRequest(
+                name,
+                (5,) * context,
+                context,
+                (),
+                None,
+                (),
+                dataclasses.replace(sampling, max_tokens=num_steps + 2, seed=None if sampling.is_greedy else index),
+            )
+            for index, name in enumerate(names)
+        )
         found = []
         for step in range(num_steps + 1):
             chunks = tuple(
