@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
 Words = npt.NDArray[np.uint32]
+_Result = TypeVar("_Result")
 
 _WORD_BITS = 32
 _TOO_COMPLEX = "the constraint became too complex, or has no end"
@@ -18,7 +20,7 @@ _TOO_SLOW = "the constraint takes too much processor time per token"
 # Processor time that an answer may take at once, and for each mask in the long run; usual masks take 0.05 ms. Other
 # requests wait for it.
 _FREE_S = 0.25
-_S_PER_MASK = 0.003
+_S_PER_MASK = 0.001
 
 
 class AnswerMatcher:
@@ -28,18 +30,26 @@ class AnswerMatcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, stop_token_ids: Collection[int], vocab_size: int, end_token_ids: Collection[int] = ()
+        self,
+        start: Callable[[bool], LLMatcher],
+        stop_token_ids: Collection[int],
+        vocab_size: int,
+        control_token_ids: Collection[int] = (),
     ) -> None:
-        """Takes over `matcher`, in its first state. A mask has a bit for each of `vocab_size` logits.
+        """A mask has a bit for each of `vocab_size` logits.
 
-        `end_token_ids` are those that the matcher takes for the end of an answer. `stop_token_ids`, which really end
-        it, replace them.
+        `start` returns a matcher in its first state: one that shares the automaton of other answers, or a new one if
+        its argument is true. `control_token_ids` are no text; those that the matcher takes for the end of an answer are
+        among them. `stop_token_ids`, which really end it, replace them.
         """
-        self._matcher = matcher
+        self._start = start
+        self._matcher = start(False)
+        # The answer so far; None once its matcher shares nothing.
+        self._token_ids: list[int] | None = []
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_words = -(-vocab_size // _WORD_BITS)
         self._stops = _bits(stop_token_ids, self._num_words)
-        self._no_ends = ~(self._stops | _bits(end_token_ids, self._num_words))
+        self._no_ends = ~(self._stops | _bits(control_token_ids, self._num_words))
         # Processor time left, seconds.
         self._left_s = _FREE_S
         # The reason why no further token can be found, or None.
@@ -50,10 +60,7 @@ class AnswerMatcher:
 
         They are split as the tokenizer splits them. The same text may have other tokens, which the model may prefer.
         """
-        began_s = time.thread_time()
-        forced = self._matcher.compute_ff_tokens()[:num_tokens] if self._has_read(token_ids) else []
-        self._spend(began_s)
-        return forced
+        return self._again_alone(token_ids, lambda new_ids: self._forced(new_ids, num_tokens))
 
     def masks(self, token_ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
         """Reads an answer's next tokens, and returns the mask behind them and behind each draft.
@@ -61,17 +68,47 @@ class AnswerMatcher:
         A mask has `4 * ceil(vocab_size / 32)` bytes, the bit of the first token lowest. None is returned from the first
         draft on that may not follow.
         """
+        return self._again_alone(token_ids, lambda new_ids: self._masks(new_ids, draft_ids))
+
+    def _again_alone(self, token_ids: Sequence[int], ask: Callable[[Sequence[int]], list[_Result]]) -> list[_Result]:
+        """Returns the answer to a question, of a new matcher if this one fails.
+
+        The states of an automaton are bounded, and other answers with the same constraint may have used them up.
+        """
+        found = ask(token_ids)
+        if self._token_ids is None:
+            return found
+        self._token_ids += token_ids
+        if self.error not in (_TOO_COMPLEX, _NO_TOKEN):
+            return found
+        self.error, self._matcher = None, self._start(True)
+        whole, self._token_ids = self._token_ids, None
+        return ask(whole)
+
+    def _forced(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        began_s = time.thread_time()
+        forced = self._matcher.compute_ff_tokens()[:num_tokens] if self._has_read(token_ids) else []
+        self._spend(began_s)
+        return forced
+
+    def _masks(self, token_ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
         if not self._has_read(token_ids):
             return []
         found = [self._mask()]
         for draft_id in draft_ids:
             if draft_id in self._stop_token_ids or not _has(found[-1], draft_id):
                 break
+            began_s = time.thread_time()
             if not self._matcher.consume_token(draft_id):
-                break
+                # Its mask allowed the draft, which would be accepted, and the answer would go on without a constraint.
+                self.error = _TOO_COMPLEX
+                return []
+            self._spend(began_s)
             found.append(self._mask())
+        began_s = time.thread_time()
         if len(found) > 1 and not self._matcher.rollback(len(found) - 1):
             self.error = _TOO_COMPLEX
+        self._spend(began_s)
         return [] if self.error is not None else [words.tobytes() for words in found]
 
     def _has_read(self, token_ids: Sequence[int]) -> bool:
@@ -99,7 +136,7 @@ class AnswerMatcher:
 
     def _spend(self, began_s: float) -> None:
         self._left_s -= time.thread_time() - began_s
-        if self._left_s < 0:
+        if self._left_s < 0 and self.error is None:
             self.error = _TOO_SLOW
 
 

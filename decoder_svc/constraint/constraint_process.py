@@ -92,6 +92,8 @@ class ConstraintProcess:
                 retry_after_s=RETRY_S,
             ) from None
         except (EOFError, OSError) as error:
+            if self._process.was_killed_from_outside():
+                raise self._process.killed_error() from error
             raise InternalError("the process that compiles constraints ended while it loaded the vocabulary") from error
         if refusal is not None:
             raise UnsupportedError(f"this model's tokenizer cannot be used for structured output: {refusal}")

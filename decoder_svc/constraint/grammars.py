@@ -7,6 +7,8 @@ bound the work of each step and the memory of each constraint.
 from __future__ import annotations
 
 import json
+import pathlib
+import resource
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -15,19 +17,23 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.constraint.json_schema import parsed_schema
+from decoder_svc.constraint.schema_place import place_of
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 
 # Matchers that are kept for the next request with the same constraint, and the sum of their texts.
 _MAX_KEPT = 64
 _MAX_KEPT_CHARS = 1024 * 1024
-# Work for one mask: at most about 15 ms in the lexer and 3 ms in the parser (llguidance's own figures). Automata of at
-# most 50 MB per constraint.
+# Growth of the process at which they are dropped.
+_MAX_KEPT_BYTES = 512 << 20
+# Work for one mask: at most about 15 ms in the lexer and 3 ms in the parser (llguidance's own figures). A state takes
+# about 0.7 KB.
 _LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
-    max_lexer_states=25_000,
+    # A text of 4,000 characters whose length is limited takes up to 30,000.
+    max_lexer_states=250_000,
     max_grammar_size=200_000,
     # Errors would repeat the grammar and the parser's state.
     verbose_errors=False,
@@ -49,6 +55,13 @@ _JSON_OPTIONS: Any = {
 # `[a-zA-Z ,.]{200,}`, whose state no mask before had, takes 0.06 ms with these and 0.38 ms without (2026-11-26).
 _COMMON_TEXTS = ("[a-zA-Z0-9 ,.]{1,30}", "[a-zA-Z ]{1,20}", "[a-z]{1,20}")
 _MAX_REASON_CHARS = 300
+# Reasons that are about llguidance's own options and parts, by what is in them.
+_REASONS = {
+    "NoExtensionBias": "it allows no text",
+    "coerce_one_of": "oneOf whose schemas may allow the same value is not supported; use anyOf",
+    "Too many items": "it is too complex, or a recursion has no end",
+    "is not present in a registry": "a reference leads to nothing in the schema",
+}
 # Forced tokens that are computed to see that a constraint can be followed.
 _NUM_TRIED = 8
 
@@ -64,39 +77,87 @@ class Grammars:
         """Raises ValueError if llguidance does not know the kind of tokenizer."""
         texts = [*LLTokenizer.general_slices(), *_COMMON_TEXTS]
         self.tokenizer = LLTokenizer(vocabulary.tokenizer_json, eos_token=vocabulary.end_token_id, slices=texts)
+        # Tokens that are no text. A grammar can name them by their numbers.
+        self.control_token_ids = frozenset(filter(self.tokenizer.is_special_token, range(self.tokenizer.vocab_size)))
         # By constraint, the least recently used one first.
         self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._kept_chars = 0
         self._lock = threading.Lock()
+        self._max_memory_bytes = memory_bytes() + _MAX_KEPT_BYTES
 
     def check(self, constraint: Constraint) -> None:
-        """Compiles a constraint and computes a first mask. Raises RefusedConstraintError if that fails."""
+        """Compiles a constraint and computes a first mask. Raises RefusedConstraintError if that fails.
+
+        Does nothing for one that is kept.
+        """
+        with self._lock:
+            if constraint in self._kept:
+                self._kept.move_to_end(constraint)
+                return
         matcher = self.matcher(constraint)
         matcher.compute_bitmask()
         for token_id in matcher.compute_ff_tokens()[:_NUM_TRIED]:
             matcher.consume_token(token_id)
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise _refused(matcher.get_error())
+            raise refused(matcher.get_error())
 
-    def matcher(self, constraint: Constraint) -> LLMatcher:
-        """Returns a matcher in its first state. Raises RefusedConstraintError if there can be none."""
+    def matcher(self, constraint: Constraint, is_new: bool = False) -> LLMatcher:
+        """Returns a matcher in its first state. Raises RefusedConstraintError if there can be none.
+
+        Copies share the states of the automaton that any of them needed, which saves most of the work of a mask, but
+        these are bounded. With `is_new`, the matcher shares nothing with earlier ones, and later ones share it.
+        """
         with self._lock:
-            kept = self._kept.get(constraint)
+            kept = None if is_new else self._kept.get(constraint)
             if kept is not None:
                 self._kept.move_to_end(constraint)
                 return kept.deep_copy()
+        try:
+            matcher = self._compiled(constraint)
+        except RefusedConstraintError as error:
+            if constraint.kind is ConstraintKind.JSON_SCHEMA:
+                raise self._with_place(constraint, str(error)) from None
+            raise
+        self._keep(constraint, matcher.deep_copy())
+        return matcher
+
+    def _compiled(self, constraint: Constraint) -> LLMatcher:
         matcher = LLMatcher(self.tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise _refused(matcher.get_error())
+            raise refused(matcher.get_error())
+        return matcher
+
+    def _with_place(self, constraint: Constraint, reason: str) -> RefusedConstraintError:
+        def reason_of(part: Any) -> str | None:
+            try:
+                self._compiled(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(part)))
+            except RefusedConstraintError as error:
+                return str(error)
+            return None
+
+        try:
+            place = place_of(json.loads(constraint.text), reason, reason_of)
+        except (ValueError, RecursionError):
+            return RefusedConstraintError(reason)
+        return RefusedConstraintError(f"{reason} (at {place})" if place else reason)
+
+    def _keep(self, constraint: Constraint, matcher: LLMatcher) -> None:
         with self._lock:
             if constraint not in self._kept:
-                self._kept[constraint] = matcher.deep_copy()
                 self._kept_chars += len(constraint.text)
-                while len(self._kept) > _MAX_KEPT or self._kept_chars > _MAX_KEPT_CHARS:
-                    dropped, _ = self._kept.popitem(last=False)
-                    self._kept_chars -= len(dropped.text)
-        return matcher
+            self._kept[constraint] = matcher
+            if memory_bytes() > self._max_memory_bytes:
+                # The automata have grown. Answers keep theirs until they end.
+                self._kept, self._kept_chars = OrderedDict({constraint: matcher}), len(constraint.text)
+            while len(self._kept) > _MAX_KEPT or self._kept_chars > _MAX_KEPT_CHARS:
+                dropped, _ = self._kept.popitem(last=False)
+                self._kept_chars -= len(dropped.text)
+
+
+def memory_bytes() -> int:
+    """Returns the resident memory of this process."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -110,7 +171,7 @@ def _grammar(constraint: Constraint) -> str:
             except RecursionError:
                 raise RefusedConstraintError("is nested too deeply") from None
             except ValueError as error:
-                raise _refused(str(error)) from None
+                raise refused(str(error)) from None
         case ConstraintKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
         case ConstraintKind.CHOICE:
@@ -118,12 +179,21 @@ def _grammar(constraint: Constraint) -> str:
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:
+            if "%json" in constraint.text:
+                # Nothing would check such a schema.
+                raise RefusedConstraintError("cannot have %json; use json_schema")
             return LLMatcher.grammar_from_lark(constraint.text)
 
 
-def _refused(reason: str) -> RefusedConstraintError:
+def refused(reason: str) -> RefusedConstraintError:
+    """Returns the error for a reason of llguidance."""
     # The reason quotes the place and its lines. It is about the caller's own text, and goes into one line.
-    shown = " ".join(reason.split())
+    shown = " ".join(reason.replace("<non-verbose/>", "").split())
+    for said, meant in _REASONS.items():
+        if said in shown:
+            shown = meant
+    # What follows lists names that only llguidance knows.
+    shown = shown.partition("; following special tokens")[0]
     if len(shown) > _MAX_REASON_CHARS:
         shown = f"{shown[:_MAX_REASON_CHARS]}…"
     return RefusedConstraintError(f"cannot be served: {shown}")

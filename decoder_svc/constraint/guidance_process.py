@@ -6,6 +6,7 @@ is too small (llguidance 1.9: 1,600 references in a row), others take minutes or
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import socket
@@ -51,9 +52,10 @@ class AnswerMatchers:
         return Followed(answer.error, forced, masks)
 
     def _open(self, answer_id: int, opening: Opening) -> None:
-        matcher = self._grammars.matcher(Constraint(ConstraintKind(opening.kind), opening.text))
-        end_token_ids = self._grammars.tokenizer.eos_tokens
-        self._matchers[answer_id] = AnswerMatcher(matcher, opening.stop_token_ids, opening.num_logits, end_token_ids)
+        start = functools.partial(self._grammars.matcher, Constraint(ConstraintKind(opening.kind), opening.text))
+        self._matchers[answer_id] = AnswerMatcher(
+            start, opening.stop_token_ids, opening.num_logits, self._grammars.control_token_ids
+        )
 
 
 def check_all(connection: socket.socket, grammars: Grammars) -> None:

@@ -1,16 +1,16 @@
 """Checks JSON schemas before llguidance gets them, and refuses what it would ignore or write otherwise.
 
 llguidance (1.9) ignores keywords that it does not know, such as misspelt ones, rounds numbers that a float cannot hold,
-and takes options from the schema itself. An answer must conform to the schema as another program reads it, so all of
-that is refused by name.
+leaves out control characters of texts, and takes options from the schema itself. An answer must conform to the schema
+as another program reads it, so all of that is refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any, Never
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Never, TypeGuard
 
 from decoder_svc.constraint.schema_patterns import exact_pattern
 
@@ -37,12 +37,26 @@ _ANNOTATIONS = frozenset(
 _MAX_DIGITS = 15
 _MAX_INTEGER = 2**53 - 1
 _LEAST_FRACTION = 1e-9
+# Keywords with values that allow everything. Some programs write them.
+_WITHOUT_EFFECT: Mapping[str, object] = {
+    "uniqueItems": False,
+    "unevaluatedProperties": True,
+    "unevaluatedItems": True,
+    "not": False,
+}
+# Distance of an exclusive bound from the inclusive one that replaces it; floats have it up to the second number.
+_STEP = 1e-9
+_MAX_STEPPED = 1e5
+# Control characters that an answer has as `\n` and the like. The others would be numbers, which it never has.
+_ESCAPED = frozenset("\b\f\n\r\t")
 _MAX_NUMBER_CHARS = 40
 
 
 def parsed_schema(text: str) -> dict[str, Any]:
     """Returns a schema for llguidance. Raises ValueError with what is wrong or not supported, or RecursionError."""
-    schema = json.loads(text, parse_constant=_no_constant, parse_int=_integer, parse_float=_fraction)
+    schema = json.loads(
+        text, parse_constant=_no_constant, parse_int=_integer, parse_float=_fraction, object_pairs_hook=_object
+    )
     if isinstance(schema, bool):
         # True allows everything, and false nothing.
         schema = {} if schema else {"enum": []}
@@ -52,12 +66,57 @@ def parsed_schema(text: str) -> dict[str, Any]:
     return checked
 
 
+def subschemas(schema: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the schemas directly in a schema, each with the names that lead to it."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in _SCHEMA:
+            yield (key,), value
+        elif key in _SCHEMAS and isinstance(value, list):
+            yield from (((key, str(index)), each) for index, each in enumerate(value))
+        elif (key in _NAMED or key == "patternProperties") and isinstance(value, dict):
+            yield from (((key, name), each) for name, each in value.items())
+
+
 def _checked(schema: Any) -> Any:
-    """Returns a schema with its patterns rewritten."""
+    """Returns a schema with its patterns and some bounds rewritten, and without keywords that have no effect."""
     if not isinstance(schema, dict):
         return schema
     _check_counts(schema)
-    return {key: _value(key, value) for key, value in schema.items()}
+    effective = {
+        key: value for key, value in schema.items() if key not in _WITHOUT_EFFECT or value is not _WITHOUT_EFFECT[key]
+    }
+    return _inclusive({key: _value(key, value) for key, value in effective.items()})
+
+
+def _inclusive(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema of numbers whose exclusive bounds hold.
+
+    llguidance (1.9) allows the bound itself if it is whole and the other bound has the same whole part, as in 0 < x <=
+    0.5. Such a bound is replaced by an inclusive one close to it.
+    """
+    lowest, highest = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    bounds = [schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")]
+    numbers = [bound for bound in bounds if _is_number(bound)]
+    found = dict(schema)
+    for key, bound, inclusive, step in (
+        ("exclusiveMinimum", lowest, "minimum", _STEP),
+        ("exclusiveMaximum", highest, "maximum", -_STEP),
+    ):
+        if not _is_number(bound) or bound != int(bound) or schema.get("type") == "integer":
+            continue
+        if not any(number != bound and abs(number - bound) <= 1 for number in numbers):
+            continue
+        if abs(bound) > _MAX_STEPPED or inclusive in schema or "multipleOf" in schema:
+            raise ValueError(f"{key} {bound} with another bound within 1 of it is not supported")
+        del found[key]
+        found[inclusive] = bound + step
+    return found
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value(key: str, value: Any) -> Any:
@@ -66,6 +125,8 @@ def _value(key: str, value: Any) -> Any:
     rewritten = _rewriting(key)
     if rewritten is not None:
         return rewritten(value)
+    if key == "multipleOf" and _is_number(value) and value <= 0:
+        raise ValueError(f"multipleOf must be above 0, got {value}")
     if key in _BOUNDS or key in _VALUES:
         _check_values(value)
     elif key == "format" and value == "unknown":
@@ -122,8 +183,20 @@ def _check_values(value: Any) -> None:
 
 
 def _check_text(text: str) -> None:
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError("a text has half of a surrogate pair")
+    for char in text:
+        if "\ud800" <= char <= "\udfff":
+            raise ValueError("a text has half of a surrogate pair")
+        if (char < " " and char not in _ESCAPED) or char == "\x7f":
+            raise ValueError(f"a text has the control character U+{ord(char):04X}, which is not supported")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the name {json.dumps(twice[:_MAX_NUMBER_CHARS])} twice")
+    return found
 
 
 def _no_constant(name: str) -> Never:

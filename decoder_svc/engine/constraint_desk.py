@@ -23,10 +23,10 @@ class ConstraintDesk:
         self._follower = follower
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
 
-    def begin(self, request: Request, done: Callable[[Compiled], None]) -> None:
-        """Starts to compile. `done` gets the outcome on another thread."""
+    def begin(self, request: Request, done: Callable[[Compiled], None]) -> Callable[[], object]:
+        """Starts to compile. `done` gets the outcome on another thread. Returns a function that gives it up."""
         assert request.params.constraint is not None, "the request has no constraint"
-        self._thread.submit(self._compile, request, request.params.constraint, done)
+        return self._thread.submit(self._compile, request, request.params.constraint, done).cancel
 
     def close(self) -> None:
         """Ends the process that follows answers, and what waits for it."""

@@ -104,8 +104,8 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._heartbeat = heartbeat
         self._constraints = constraints
-        # Requests whose constraints are being compiled; the scheduler does not know them yet.
-        self._compiling: dict[RequestId, Request] = {}
+        # Requests whose constraints are being compiled, with what gives that up; the scheduler does not know them yet.
+        self._compiling: dict[RequestId, tuple[Request, Callable[[], object]]] = {}
         self._is_running = False
         self._has_died = False
         # Answers of the current step, until they are posted.
@@ -249,7 +249,7 @@ class StepLoop:
         elif isinstance(message, Forgotten):
             self._scheduler.forget(message)
         elif isinstance(message, Abort):
-            request = self._compiling.pop(message.request_id, None) or self._scheduler.abort(message.request_id)
+            request = self._given_up(message.request_id) or self._scheduler.abort(message.request_id)
             if request is not None:
                 output = RequestOutput((), (), message.reason, replace(request.usage))
                 self._outbox.append((request.request_id, output))
@@ -258,12 +258,18 @@ class StepLoop:
         if request.params.constraint is None:
             self._scheduler.add(request)
             return
-        self._compiling[request.request_id] = request
-        self._constraints.begin(request, self._inbox.put)
+        self._compiling[request.request_id] = request, self._constraints.begin(request, self._inbox.put)
+
+    def _given_up(self, request_id: RequestId) -> Request | None:
+        """Returns a request whose constraint is being compiled, which is not needed any more, or None."""
+        request, give_up = self._compiling.pop(request_id, (None, None))
+        if give_up is not None:
+            give_up()
+        return request
 
     def _take_compiled(self, compiled: Compiled) -> None:
         """Adds a request whose constraint is ready. It may have been aborted meanwhile."""
-        request = self._compiling.pop(compiled.request_id, None)
+        request, _ = self._compiling.pop(compiled.request_id, (None, None))
         if request is None:
             return
         if isinstance(compiled.outcome, LookonceError):

@@ -139,6 +139,8 @@ def _check_constraint(spec: SamplingSpec) -> None:
         raise InvalidParameterError("sampling.ignore_eos", f"cannot be combined with {name}")
     if spec.min_tokens:
         raise InvalidParameterError("sampling.min_tokens", f"cannot be combined with {name}")
+    if spec.stop_token_ids:
+        raise InvalidParameterError("sampling.stop_token_ids", f"cannot be combined with {name}; use stop")
 
 
 def _number(name: str, value: float | None, default: float) -> float:

@@ -34,7 +34,7 @@ class LimitedProcess:
     def __init__(self, purpose: str, module: str, arguments: Sequence[object], num_sockets: int = 1) -> None:
         """Starts `python -m module SOCKETS ARGUMENTS`, and waits until it is ready. `purpose` names it in errors.
 
-        Raises InternalError if it does not start, and UnavailableError if that takes too long.
+        Raises InternalError if it does not start, and UnavailableError if that takes too long or it is killed.
         """
         self._purpose = purpose
         with ExitStack() as unless_started, ExitStack() as theirs:
@@ -88,8 +88,15 @@ class LimitedProcess:
                 retry_after_s=RETRY_S,
             ) from None
         except (EOFError, OSError) as error:
+            was_killed = self.was_killed_from_outside()
             self.close()
+            if was_killed:
+                raise self.killed_error() from error
             raise self._not_started() from error
+
+    def killed_error(self) -> UnavailableError:
+        """Returns the error for a process that was killed from outside."""
+        return UnavailableError(f"a process that {self._purpose} was killed from outside; try again")
 
     def _not_started(self) -> InternalError:
         return InternalError(f"a process that {self._purpose} did not start")

@@ -297,6 +297,8 @@ def _checked_text(text: str) -> str:
 def _sampling(options: Mapping[str, object]) -> decoder_pb2.SamplingParams:
     """Sets only the given options, so that zero and unset differ. Raises InvalidParameterError for unusable values."""
     sampling = decoder_pb2.SamplingParams()
+    # A program may always say whether it wants a JSON object.
+    options = {name: value for name, value in options.items() if not (name == "json_object" and value is False)}
     if len(constraints := _CONSTRAINTS & options.keys()) > 1:
         raise InvalidParameterError(min(constraints), f"cannot be combined with {max(constraints)}")
     for name, value in options.items():

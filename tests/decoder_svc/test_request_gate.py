@@ -279,6 +279,34 @@ def test_an_abort_marks_the_tenants_request_only_and_an_operators_all_of_that_id
     assert service.gate.abort("r", None) == []
 
 
+def test_each_answer_of_a_request_counts_in_the_quota_of_calls() -> None:
+    class Table:
+        value = parse_quotas(b"[default]\nmax_in_flight = 4")
+
+    quotas = Quotas(Table(), CollectorRegistry(), Clock())
+    gate = RequestGate(
+        lambda: EngineLoad(0, 0, 0, 0.0, 0),
+        lambda: True,
+        quotas,
+        DecoderMetrics(CollectorRegistry()),
+        ImageShares(MAX_IMAGE_BYTES),
+        max_running_requests=64,
+        max_live_requests=64,
+    )
+    with quotas.admitted(TENANT_A):
+        with (
+            gate.admitted(Arrival(TENANT_A, "r", num_choices=4)),
+            pytest.raises(OverloadedError, match="calls are in flight"),
+            quotas.admitted(TENANT_A),
+        ):
+            raise AssertionError
+        with pytest.raises(InvalidParameterError), gate.admitted(Arrival(TENANT_A, "r", num_choices=5)):
+            raise AssertionError
+        # A refused request leaves nothing behind.
+        with gate.admitted(Arrival(TENANT_A, "r", num_choices=4)):
+            pass
+
+
 # Accounts.
 
 

@@ -62,7 +62,8 @@ def generate(
             "--answers",
             min=1,
             max=128,
-            help="Number of answers, with seeds that count up. They are not streamed.",
+            help="Number of answers, with seeds that count up. They are not streamed. Each line begins with a number; "
+            "with --json, all but the first are in `others`.",
         ),
     ] = None,
     as_json: AsJson = False,

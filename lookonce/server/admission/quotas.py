@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lookonce.errors import OverloadedError
+from lookonce.errors import InvalidParameterError, OverloadedError
 from lookonce.identity import CallerRole, Identity
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.watched_files import Current, WatchedFiles
@@ -139,6 +139,29 @@ class Quotas:
             yield
         finally:
             usage.num_in_flight -= 1
+
+    @contextmanager
+    def more_in_flight(self, identity: Identity, count: int) -> Iterator[None]:
+        """Counts a call that is in flight `count` times more for the duration of the block.
+
+        Raises OverloadedError, as `admitted` does, and InvalidParameterError where the quota can never allow it.
+        """
+        if count == 0 or self._table is None or identity.role is not CallerRole.CLIENT:
+            yield
+            return
+        quota, usage = self._state(identity.tenant)
+        if quota.max_in_flight is not None:
+            if count >= quota.max_in_flight:
+                raise InvalidParameterError(
+                    "sampling.n", f"must be at most {quota.max_in_flight}, this tenant's quota of calls in flight"
+                )
+            if usage.num_in_flight + count > quota.max_in_flight:
+                raise self._refusal("max_in_flight", f"{usage.num_in_flight} calls are in flight", _RETRY_S)
+        usage.num_in_flight += count
+        try:
+            yield
+        finally:
+            usage.num_in_flight -= count
 
     def has_limit(self, identity: Identity, resource: Resource) -> bool:
         """Whether charges of this resource have an effect, so that the amount has to be found out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
@@ -43,7 +44,9 @@ class WholeAnswer:
         num_logits: int = DEMO_VOCAB,
         num_prompt_tokens: int = len(PROMPT),
     ) -> None:
-        self._matcher = AnswerMatcher(grammars.matcher(constraint), stops, num_logits, grammars.tokenizer.eos_tokens)
+        self.constraint = constraint
+        start = functools.partial(grammars.matcher, constraint)
+        self._matcher = AnswerMatcher(start, stops, num_logits, grammars.control_token_ids)
         self._num_read = num_prompt_tokens
 
     @property

@@ -10,8 +10,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from decoder_svc.constraint import answer_matcher
+from decoder_svc.constraint import grammars as grammars_module
 from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, END, PROMPT, WholeAnswer, demo_grammars
@@ -190,3 +192,87 @@ def test_an_answer_that_takes_too_much_processor_time_is_an_error(
     constraint = state(grammars, Constraint(ConstraintKind.REGEX, "[0-9]{3}"))
     assert constraint.masks(PROMPT, []) == []
     assert constraint.error == "the constraint takes too much processor time per token"
+
+
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits under which one answer fits and two do not."""
+    few = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "_LIMITS", few)
+
+
+@pytest.mark.usefixtures("few_states")
+def test_answers_do_not_use_up_the_automaton_of_later_ones(grammars: Grammars) -> None:
+    """Copies of a matcher share the states that any of them needed, and their number is bounded."""
+    wanted = schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 400}}, "required": ["a"]})
+    for seed in range(6):
+        rng = random.Random(seed)
+        text = json.dumps({"a": "".join(rng.choice('abc é"\\') for _ in range(200))}, ensure_ascii=False)
+        answer = WholeAnswer(grammars, wanted)
+        ids = list(PROMPT)
+        for token_id in grammars.tokenizer.tokenize_str(text):
+            assert token_id in allowed(answer.masks(ids, [])[0]), answer.error
+            ids.append(token_id)
+        assert END in allowed(answer.masks(ids, [])[0])
+
+
+def random_answer(grammars: Grammars, constraint: Constraint, seed: int) -> tuple[list[int], str]:
+    """Returns the tokens and the text of a random answer."""
+    rng = random.Random(seed)
+    answer, ids = WholeAnswer(grammars, constraint), list(PROMPT)
+    while True:
+        tokens = sorted(allowed(answer.masks(ids, [])[0]))
+        assert tokens, answer.error
+        token_id = rng.choice(tokens)
+        if token_id == END:
+            found = ids[len(PROMPT) :]
+            return found, grammars.tokenizer.decode_bytes(found).decode()
+        ids.append(token_id)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "texts"),
+    [
+        (Constraint(ConstraintKind.CHOICE, json.dumps(["red<bos>1", "<image>", "<|user|><eos>"])), None),
+        (Constraint(ConstraintKind.REGEX, "(red|blue)<(bos|pad)>x"), None),
+        (schema({"enum": ["<image>", "a<eos>"]}), ['"<image>"', '"a<eos>"']),
+        (Constraint(ConstraintKind.GRAMMAR, 'start: "<pad>" "<bos>"'), ["<pad><bos>"]),
+    ],
+)
+def test_texts_that_spell_control_tokens_have_the_tokens_of_their_characters(
+    grammars: Grammars, constraint: Constraint, texts: list[str] | None
+) -> None:
+    for seed in range(20):
+        ids, text = random_answer(grammars, constraint, seed)
+        assert not grammars.control_token_ids & set(ids)
+        if constraint.kind is ConstraintKind.REGEX:
+            assert re.fullmatch(constraint.text, text)
+        else:
+            assert text in (texts or json.loads(constraint.text))
+
+
+def test_control_tokens_that_a_grammar_names_by_number_are_not_allowed(grammars: Grammars) -> None:
+    answer = WholeAnswer(grammars, Constraint(ConstraintKind.GRAMMAR, 'start: "a" <[3]> "b"'))
+    ids = [*PROMPT, *grammars.tokenizer.tokenize_str("a")]
+    assert answer.masks(ids, []) == []
+    assert answer.error is not None
+
+
+def test_a_draft_that_its_mask_allows_and_the_grammar_does_not_take_ends_the_answer(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be accepted, and the answer would go on without a constraint."""
+    answer = WholeAnswer(grammars, Constraint(ConstraintKind.REGEX, "[a-z]+"))
+    (token_id,) = grammars.tokenizer.tokenize_str("a")
+
+    class Failing:
+        def __init__(self, matcher: LLMatcher) -> None:
+            self._matcher = matcher
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda token_id: False) if name == "consume_token" else getattr(self._matcher, name)
+
+    monkeypatch.setattr(answer._matcher, "_start", lambda is_new: Failing(grammars.matcher(answer.constraint, is_new)))
+    monkeypatch.setattr(answer._matcher, "_matcher", answer._matcher._start(True))
+    assert answer.masks(PROMPT, [token_id]) == []
+    assert answer.error is not None

@@ -19,6 +19,7 @@ from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError, UnsupportedError
+from lookonce.process.limited_process import LimitedProcess
 from lookonce.process.process_clock import TimeLimits
 from tests.decoder_svc.constraint.demo_constraints import demo_vocabulary
 
@@ -190,3 +191,19 @@ def test_the_process_sees_no_secret_and_no_model(checker: ConstraintChecker, mon
     assert "LOOKONCE_REDIS_URL" not in process.environ()
     loaded = {os.path.basename(mapped.path) for mapped in process.memory_maps()}
     assert not any("torch" in name for name in loaded)
+
+
+def test_a_process_that_is_killed_while_it_starts_is_a_reason_to_try_again(
+    checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LimitedProcess._wait_until_ready
+
+    def killed(process: LimitedProcess) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        original(process)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LimitedProcess, "_wait_until_ready", killed)
+        with pytest.raises(UnavailableError, match="compiles constraints was killed from outside; try again"):
+            checker.check(GOOD)
+    checker.check(GOOD)

@@ -30,13 +30,27 @@ def schema(value: Any) -> Constraint:
         (schema("[" * 100_000), "nested too deeply"),
         (schema({"type": "objec"}), "Invalid type: objec"),
         (schema({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        (
+            schema({"properties": {"a/b": {"items": {"uniqueItems": True}}}}),
+            '["uniqueItems"] (at /properties/a~1b/items)',
+        ),
+        (
+            schema({"$ref": "#/$defs/X", "$defs": {"X": {"format": "phone", "type": "string"}}}),
+            "Unknown format: phone (at /$defs/X)",
+        ),
+        (schema({"anyOf": [{"type": "null"}, {"multipleOf": 0}]}), "multipleOf must be above 0, got 0 (at /anyOf/1)"),
+        (schema('{"type": "string", "type": "null"}'), 'an object has the name "type" twice'),
+        (schema({"$ref": "#"}), "cannot be served: it allows no text"),
+        (schema({"oneOf": [{"maximum": 3}, {"minimum": 9}]}), "oneOf whose schemas may allow the same value"),
+        (Constraint(ConstraintKind.GRAMMAR, 'start: %json {"not": {}}'), "cannot have %json; use json_schema"),
+        (Constraint(ConstraintKind.GRAMMAR, 'start: <bos> "a"'), 'unknown special token: "<bos>"'),
         # The schema cannot ask for its own keywords to be ignored.
         (schema({"not": {}, "x-guidance": {"lenient": True}}), 'Unimplemented keys: ["not"]'),
         (schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
         (schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
         (schema({"type": "string", "pattern": "("}), "unclosed group"),
         (schema({"$ref": "#/nowhere"}), "'/nowhere' does not exist"),
-        (schema({"$ref": "http://127.0.0.1/schema"}), "does not fetch resources"),
+        (schema({"$ref": "http://127.0.0.1/schema"}), "a reference leads to nothing in the schema"),
         (Constraint(ConstraintKind.REGEX, "a(b"), "unclosed group"),
         (Constraint(ConstraintKind.REGEX, r"(a)\1"), "backreferences are not supported"),
         (Constraint(ConstraintKind.REGEX, "(?=a)b"), "look-around"),
@@ -74,6 +88,22 @@ def test_a_constraint_is_compiled_once_and_each_request_has_a_state_of_its_own(
     assert not second.is_accepting()
     assert not grammars.matcher(digits).is_accepting()
     assert compiled == [digits]
+
+
+def test_a_constraint_that_is_kept_is_not_checked_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = Constraint(ConstraintKind.REGEX, "[0-9]{2}")
+    grammars.check(digits)
+    monkeypatch.setattr(grammars, "matcher", None)
+    grammars.check(digits)
+
+
+def test_automata_that_have_grown_are_dropped(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in "abc":
+        grammars.check(Constraint(ConstraintKind.REGEX, text))
+    monkeypatch.setattr(module, "memory_bytes", lambda: 1 << 50)
+    grammars.check(Constraint(ConstraintKind.REGEX, "d"))
+    assert [constraint.text for constraint in grammars._kept] == ["d"]
+    assert grammars._kept_chars == 1
 
 
 def test_the_latest_constraints_are_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
+import itertools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -98,6 +101,12 @@ def test_an_answer_is_what_the_schema_says(
         ('{"const": NaN}', "NaN is no JSON"),
         ('{"maximum": Infinity}', "Infinity is no JSON"),
         ('{"const": "\\ud800"}', "surrogate"),
+        # Characters that would be left out.
+        ({"const": "a\x01b"}, "control character U+0001"),
+        ({"enum": ["ok", {"a": ["\x7f"]}]}, "control character U+007F"),
+        ({"properties": {"a\x00": {}}}, "control character U+0000"),
+        ({"exclusiveMinimum": 1e6, "maximum": 1000000.5}, "exclusiveMinimum 1000000.0 with another bound within 1"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5, "multipleOf": 0.1}, "exclusiveMinimum 0 with another bound"),
         ('{"properties": {"\\udc00": {}}}', "surrogate"),
         # One name twice would count as two.
         ({**OBJECT, "minProperties": 2}, "minProperties"),
@@ -118,3 +127,44 @@ def test_what_an_answer_could_not_conform_to_is_refused_by_name(grammars: Gramma
 def test_values_are_left_as_they_are() -> None:
     schema = {"const": {"pattern": "[^a]", "not": 1}, "enum": [["not"]], "required": ["not"], "default": {"if": 1}}
     assert parsed_schema(json.dumps(schema)) == schema
+
+
+def test_keywords_without_effect_are_served() -> None:
+    schema = {"type": "array", "uniqueItems": False, "not": False, "unevaluatedItems": True}
+    assert parsed_schema(json.dumps(schema)) == {"type": "array"}
+
+
+POINTS = [-10.5, -10, -2.5, -2, -1, -0.5, -0.001, 0, 0.001, 0.5, 1, 1.000001, 1.05, 2, 9.5, 10, 10.5, 99.99, 100, 99999]
+NUMBERS = [*(json.dumps(point) for point in POINTS), "-0", "0.0", "-0.0", "1.0", "2.00", "-2.0", "10.0", "0.3", "-0.3"]
+
+
+@pytest.mark.parametrize("type_", ["number", ["number", "null"], ["integer", "null"], "integer"], ids=str)
+@pytest.mark.parametrize("upper", ["maximum", "exclusiveMaximum"])
+@pytest.mark.parametrize("lower", ["minimum", "exclusiveMinimum"])
+def test_bounds_hold_exactly(grammars: Grammars, type_: Any, lower: str, upper: str) -> None:
+    """llguidance 1.9 took 0 for 0 < x <= 0.5."""
+    wrong: list[tuple[Any, str]] = []
+    for low, high in itertools.combinations(POINTS, 2):
+        schema = {"type": type_, lower: low, upper: high}
+        if type_ == "integer" and not any(
+            low < number < high for number in range(math.ceil(low), math.floor(high) + 1)
+        ):
+            # Served if a bound is whole and allowed; else there is no such number.
+            continue
+        for text in NUMBERS:
+            number = decimal.Decimal(text)
+            is_inside = decimal.Decimal(str(low)) <= number <= decimal.Decimal(str(high))
+            is_on_bound = (lower.startswith("e") and number == low) or (upper.startswith("e") and number == high)
+            if takes(grammars, schema, text) and (not is_inside or is_on_bound):
+                wrong.append((schema, text))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("bounds", "text"), [
+    ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.5"),
+    ({"exclusiveMinimum": 0, "maximum": 1}, "0.001"),
+    ({"minimum": -2.5, "exclusiveMaximum": -2}, "-2.001"),
+    ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0.5"),
+])  # fmt: skip
+def test_numbers_close_to_an_exclusive_bound_are_allowed(grammars: Grammars, bounds: Any, text: str) -> None:
+    assert takes(grammars, {"type": "number", **bounds}, text)

@@ -105,11 +105,39 @@ def test_names_of_properties_are_patterns_too_and_data_is_not(grammars: Grammars
     }
 
 
-@pytest.mark.parametrize("pattern", [r"^[\x00-\x1f]$", "^\x00$", r"[\u0000-a]", "[a--b]", r"\0"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r"^[\x00-\x1f]$", "^\x00$", r"[\u0000-a]", "[a--b]", r"\0"),
+        # Without the control character, the answer would be another one.
+        *(r"^a\x01b$", "^a\x01b$", r"^a[\x1f]b$", r"a\u007f", "^\x7f*$", r"\v", r"\cA", r"\x{1}", r"\u{0001}"),
+        *(r"a**", r"a{2}{3}", r"a++", r"\Aa", r"a\z", "[]", "[^]"),
+    ],
+)
 def test_patterns_that_cannot_be_written_exactly_are_refused(grammars: Grammars, pattern: str) -> None:
     schema = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": pattern}))
     with pytest.raises(RefusedConstraintError, match="cannot be served: the pattern"):
         grammars.check(schema)
+
+
+def test_white_space_is_that_of_ecmascript(grammars: Grammars) -> None:
+    spaces = [chr(code) for code in range(1, 0x10000) if chr(code).isspace() and not 0x1C <= code <= 0x1F]
+    spaces = sorted({*spaces, "\ufeff"} - {"\x0b", "\x85"})
+    others = ["a", "\x85", "\u180e", "\u200b"]
+    for pattern in (r"^\s$", r"^[\s]$", r"^[^\S]$"):
+        wanted = {"type": "string", "pattern": pattern}
+        assert [char for char in spaces if not takes(grammars, wanted, char, escapes=False)] == []
+        assert [char for char in others if takes(grammars, wanted, char, escapes=False)] == []
+    for pattern in (r"^\S$", r"^[\S]$", r"^[^\s]$"):
+        wanted = {"type": "string", "pattern": pattern}
+        assert [char for char in spaces if takes(grammars, wanted, char, escapes=False)] == []
+        assert [char for char in others if not takes(grammars, wanted, char, escapes=False)] == []
+
+
+def test_sets_may_have_signs_of_repetition_and_control_characters_among_others() -> None:
+    assert exact_pattern("[*+]{2}") == "[*+]{2}"
+    assert exact_pattern(r"[^\x01-\x1f\x7f]+") == r"[^\x00\x01-\x1f\x7f]+"
+    assert exact_pattern(r"[a\v]\\v") == r"[a\v]\\v"
 
 
 def test_escaped_brackets_begin_no_set() -> None:

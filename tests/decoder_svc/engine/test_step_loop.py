@@ -485,9 +485,11 @@ class SlowFollower(AnswerFollower):
     def __init__(self) -> None:
         super().__init__(demo_vocabulary, DEMO_VOCAB)
         self.may_go_on = threading.Event()
+        self.num_prepared = 0
 
     def prepare(self, constraint: Constraint) -> None:
         assert self.may_go_on.wait(TIMEOUT_S)
+        self.num_prepared += 1
         super().prepare(constraint)
 
 
@@ -515,3 +517,19 @@ def test_a_request_that_is_aborted_while_its_constraint_is_compiled_ends_once(st
     running.submit(B)
     assert running.answers(B) == {B: FinishReason.LENGTH}
     assert not running.loop._scheduler.has_requests()
+
+
+def test_requests_that_left_cost_no_compiling(started: Callable[..., Running]) -> None:
+    running = started()
+    running.loop._constraints = ConstraintDesk(follower := SlowFollower())
+    ids = [RequestId(f"r{number}") for number in range(9)]
+    for request_id in ids:
+        running.inbox.put(constrained(request_id, "[a-z]+"))
+    for request_id in ids:
+        running.inbox.put(Abort(request_id, FinishReason.ABORT))
+    assert running.answers(*ids) == dict.fromkeys(ids, FinishReason.ABORT)
+    follower.may_go_on.set()
+    running.inbox.put(constrained(A, "[a-z]+"))
+    running.answers(A)
+    # The first one was begun before it was aborted.
+    assert follower.num_prepared <= 2

@@ -110,6 +110,7 @@ DIGITS = Constraint(ConstraintKind.REGEX, "[0-9]+")
     [
         (SamplingSpec(constraint=DIGITS, min_tokens=1), "min_tokens"),
         (SamplingSpec(constraint=DIGITS, ignore_eos=True), "ignore_eos"),
+        (SamplingSpec(constraint=DIGITS, stop_token_ids=(5,)), "stop_token_ids"),
         (SamplingSpec(constraint=Constraint(ConstraintKind.REGEX, "")), "regex"),
         (SamplingSpec(constraint=Constraint(ConstraintKind.GRAMMAR, "a" * 131_073)), "grammar"),
     ],

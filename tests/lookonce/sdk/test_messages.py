@@ -148,6 +148,7 @@ def test_constraints_are_sent_in_their_own_fields(options: Any, expected: dict[s
 def test_two_constraints_exclude_each_other_and_objects_must_be_json() -> None:
     with pytest.raises(InvalidParameterError, match="grammar: cannot be combined with regex"):
         _sampling_of({"regex": "a", "grammar": "b"})
+    assert _sampling_of({"regex": "a", "json_object": False}) == decoder_pb2.SamplingParams(regex="a")
     with pytest.raises(InvalidParameterError, match="json_schema: is no JSON"):
         _sampling_of({"json_schema": {"type": {1, 2}}})
 

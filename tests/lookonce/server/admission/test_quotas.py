@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from lookonce.errors import OverloadedError
+from lookonce.errors import InvalidParameterError, OverloadedError
 from lookonce.identity import ANYBODY, CallerRole, Identity
 from lookonce.server.admission.quotas import Quotas, Resource, parse_quotas
 from tests.clock import Clock
@@ -52,6 +52,23 @@ def test_calls_at_a_time_are_bounded_for_each_tenant(registry: CollectorRegistry
         assert admit(quotas, B) is None
     assert admit(quotas, A) is None
     assert registry.get_sample_value("lookonce_quota_refusals_total", {"limit": "max_in_flight"}) == 1
+
+
+def test_several_answers_of_a_call_count_as_calls(registry: CollectorRegistry, clock: Clock) -> None:
+    quotas = Quotas(Table("[default]\nmax_in_flight = 4"), registry, clock)
+    with quotas.admitted(A), quotas.more_in_flight(A, 2):
+        assert admit(quotas, A) is None
+        with quotas.admitted(A):
+            assert admit(quotas, A) is not None
+            with pytest.raises(OverloadedError, match="4 calls are in flight"), quotas.more_in_flight(A, 1):
+                raise AssertionError
+        with quotas.admitted(B), quotas.more_in_flight(B, 3):
+            pass
+    with quotas.admitted(A), quotas.more_in_flight(A, 3):
+        pass
+    with pytest.raises(InvalidParameterError, match=r"sampling\.n: must be at most 4"), quotas.more_in_flight(A, 4):
+        raise AssertionError
+    assert admit(quotas, A) is None
 
 
 @given(
