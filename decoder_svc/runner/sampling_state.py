@@ -61,7 +61,9 @@ class TokenCounts:
     def _count(self, token_id: int, addend: int) -> None:
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
-            self._ids, self._counts = (np.concatenate([each, np.zeros_like(each)]) for each in (self._ids, self._counts))
+            self._ids, self._counts = (
+                np.concatenate([each, np.zeros_like(each)]) for each in (self._ids, self._counts)
+            )
         self._ids[place] = token_id
         self._counts[place] += addend
 

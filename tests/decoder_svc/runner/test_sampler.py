@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from decoder_svc.runner.sampler import Sampler, SampleRow
 from decoder_svc.runner.sampling_state import SamplingState, TokenCounts, UniformDraws
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from lookonce.model.kernels.native_library import load_library
+from lookonce.model.kernels.native_level import processor_levels
+from lookonce.model.kernels.native_library import library_of_level
 from tests.decoder_svc.runner import sampling_reference
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
@@ -34,7 +36,10 @@ def row(params: SamplingParams, prompt: tuple[int, ...] = (0,), output: tuple[in
 # The samplers, of which each test below takes the current one.
 SAMPLERS: dict[str, Callable[[], Sampler | NativeSampler]] = {
     "torch": lambda: Sampler(lambda host: host),
-    "native": lambda: NativeSampler(load_library(SOURCES), 2),
+    **{
+        level.name: functools.partial(lambda level: NativeSampler(library_of_level(SOURCES, level), 2), level)
+        for level in processor_levels()
+    },
 }
 current = "torch"
 

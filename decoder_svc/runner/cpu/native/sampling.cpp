@@ -1,12 +1,16 @@
 // Samples the next tokens of a step's rows from their logits, each row by its own request's parameters.
 //
-// The tokens of a row have an order: larger logits first, of equal ones the smaller id first. Top-k, top-p and min-p each
-// keep a beginning of it, and a draw is the first token whose mass, with that of all before it, is above the uniform
-// number times the mass of what is kept.
+// The tokens of a row have an order: larger logits first, of equal ones the smaller id first. Top-k, top-p and min-p
+// each keep a beginning of it, and a draw is the first token whose mass, with that of all before it, is above the
+// uniform number times the mass of what is kept.
 //
 // Nearly all draws fall on one of the likeliest tokens, so a row is sorted down to a value that is found from the
 // largest logits of its blocks. A place beyond them is found by halving an interval of values, one pass over the row
 // for each half, until few tokens are left to sort. So no row sorts its whole vocabulary.
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #include <cfloat>
 #include <vector>
@@ -47,6 +51,7 @@ constexpr int64_t kBlock = 4 * kLanes;
 constexpr size_t kSortedBlocks = 256;
 // Rows with more tokens above that value have many equal logits, and their places are found by halving.
 constexpr int64_t kMaxSorted = 2048;
+constexpr int kMeanPasses = 24;
 
 struct Token {
   float value;
@@ -58,6 +63,13 @@ struct Token {
 struct Amount {
   int64_t count = 0;
   double mass = 0.0;
+};
+
+// The tokens of an interval from a value on, the least value among them, and the largest value below.
+struct Division {
+  Amount upper;
+  float least;
+  float largest_below;
 };
 
 // Integers in the order of the floats.
@@ -74,12 +86,26 @@ float value_of(int64_t key) {
   return value;
 }
 
-using WideDoubles = double __attribute__((vector_size(2 * kRegisterBytes)));
+// A value above `low` and up to `top`. The mean divides most rows well. After some passes it is the value that has as
+// many floats below as above, so that there are at most 32 passes more.
+float between(float low, float top, int pass) {
+  const float mean = low + (top - low) / 2;
+  if (pass < kMeanPasses && low < mean && mean <= top) return mean;
+  const int64_t key = key_of(low);
+  return value_of(key + (key_of(top) - key + 1) / 2);
+}
 
-double sum_of(const WideDoubles& sums) {
-  double sum = 0.0;
-  for (int i = 0; i < kRegisterLanes; ++i) sum += sums[i];
-  return sum;
+// The lanes in which a condition is true, as bits.
+uint32_t bits_of(IntegerRegister condition) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(condition), reinterpret_cast<__m512i>(condition));
+#elif defined(__AVX__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(condition)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kRegisterLanes; ++i) bits |= static_cast<uint32_t>(condition[i] != 0) << i;
+  return bits;
+#endif
 }
 
 // The logits of one row in a thread's own memory, padded with -inf to whole blocks.
@@ -137,47 +163,89 @@ class Row {
     bool are_equal = true;
     for (size_t block = 0; block < tops_.size(); ++block) {
       if (!(tops_[block] >= low)) continue;
-      const int64_t stop = std::min<int64_t>(vocab_, (block + 1) * kBlock);
-      for (int64_t id = block * kBlock; id < stop; ++id) {
-        const float value = values_[id];
-        if (!(value >= low && value < high)) continue;
-        are_equal = are_equal && (found.empty() || found[0].value == value);
-        found.push_back({value, id});
-        if (static_cast<int64_t>(found.size()) > most) return found.clear();
+      const int64_t stop = (block + 1) * kBlock;
+      for (int64_t first = block * kBlock; first < stop; first += kRegisterLanes) {
+        FloatRegister values;
+        std::memcpy(&values, values_.data() + first, sizeof values);
+        for (uint32_t inside = bits_of((values >= low) & (values < high)); inside != 0; inside &= inside - 1) {
+          const int64_t id = first + __builtin_ctz(inside);
+          if (id >= vocab_) break;
+          are_equal = are_equal && (found.empty() || found[0].value == values_[id]);
+          found.push_back({values_[id], id});
+        }
       }
+      if (static_cast<int64_t>(found.size()) > most) return found.clear();
     }
     if (!are_equal) std::sort(found.begin(), found.end());
+  }
+
+  // The token with this value that has as many before it, with itself, as `number`.
+  int64_t place_of_equal(float value, int64_t number) const {
+    for (int64_t first = 0; first < size_; first += kRegisterLanes) {
+      FloatRegister values;
+      std::memcpy(&values, values_.data() + first, sizeof values);
+      uint32_t equal = bits_of(values == value);
+      const int64_t count = __builtin_popcount(equal);
+      if (number > count) {
+        number -= count;
+        continue;
+      }
+      while (--number > 0) equal &= equal - 1;
+      return first + __builtin_ctz(equal);
+    }
+    return 0;
   }
 
   // Computes the weights of all tokens, relative to that of the likeliest. Returns their sum.
   double weigh(double temperature) {
     const float scale = static_cast<float>(std::min<double>(kLog2OfE / temperature, FLT_MAX));
-    WideDoubles sums{};
-    for (int64_t i = 0; i < size_; i += kLanes) {
-      const Floats weights = exp2_of_negative((load_floats(values_.data() + i) - largest_) * scale);
-      store_floats(weights_.data() + i, weights);
-      for (const FloatRegister& part : weights.part) sums += __builtin_convertvector(part, WideDoubles);
+    double sum = 0.0;
+    for (int64_t start = 0; start < size_; start += kBlock) {
+      Floats of_block = 0.0f;
+      for (int64_t i = start; i < start + kBlock; i += kLanes) {
+        const Floats weights = exp2_of_negative((load_floats(values_.data() + i) - largest_) * scale);
+        store_floats(weights_.data() + i, weights);
+        of_block += weights;
+      }
+      sum += sum_of_lanes(of_block);
     }
-    return sum_of(sums);
+    return sum;
   }
 
-  // The amount of tokens with values in [low, high). Their mass is right after `weigh`.
-  Amount amount(float low, float high) const {
-    WideDoubles sums{};
+  // Divides the tokens with values in [low, high) at a value between. Their mass is right after `weigh`.
+  Division divided(float low, float middle, float high) const {
+    double mass = 0.0;
     IntegerRegister counts{};
-    for (int64_t i = 0; i < size_; i += kLanes) {
-      const Floats values = load_floats(values_.data() + i), weights = load_floats(weights_.data() + i);
-      for (int p = 0; p < kRegisters; ++p) {
-        const IntegerRegister is_inside = (values.part[p] >= low) & (values.part[p] < high);
-        counts -= is_inside;
-        const FloatRegister inside = is_inside ? weights.part[p] : FloatRegister{};
-        sums += __builtin_convertvector(inside, WideDoubles);
+    Floats least = INFINITY, largest = -INFINITY;
+    const Floats most = INFINITY, none = -INFINITY;
+    const float* values_from = values_.data();
+    const float* weights_from = weights_.data();
+    for (size_t block = 0; block < tops_.size(); ++block) {
+      if (!(tops_[block] >= low)) continue;
+      Floats of_block = 0.0f;
+      for (int64_t i = block * kBlock; i < static_cast<int64_t>(block + 1) * kBlock; i += kLanes) {
+        const Floats values = load_floats(values_from + i), weights = load_floats(weights_from + i);
+        for (int p = 0; p < kRegisters; ++p) {
+          const FloatRegister value = values.part[p];
+          const IntegerRegister is_upper = (value >= middle) & (value < high);
+          const IntegerRegister is_lower = (value >= low) & (value < middle);
+          counts -= is_upper;
+          of_block.part[p] += is_upper ? weights.part[p] : FloatRegister{};
+          const FloatRegister upper = is_upper ? value : most.part[p];
+          const FloatRegister lower = is_lower ? value : none.part[p];
+          least.part[p] = upper < least.part[p] ? upper : least.part[p];
+          largest.part[p] = lower > largest.part[p] ? lower : largest.part[p];
+        }
       }
+      mass += sum_of_lanes(of_block);
     }
-    Amount found{0, sum_of(sums)};
-    for (int i = 0; i < kRegisterLanes; ++i) found.count += counts[i];
+    Division found{{0, mass}, -largest_lane(Floats(0.0f) - least), largest_lane(largest)};
+    for (int i = 0; i < kRegisterLanes; ++i) found.upper.count += counts[i];
     return found;
   }
+
+  // The amount of tokens with values in [low, high). Its mass is right after `weigh`.
+  Amount amount(float low, float high) const { return divided(low, low, high).upper; }
 
   // Excludes the tokens that a mask does not allow.
   void exclude(const uint8_t* mask) {
@@ -239,26 +307,29 @@ class Order {
     }
     total();
     Amount above = sorted_.empty() ? Amount{} : Amount{static_cast<int64_t>(sorted_.size()), mass_.back()};
-    // Tokens with these keys, from the lowest one on, are searched. Below it, weights are 0.
-    int64_t high = key_of(low_);
+    // Tokens with values from `low` up to `top`, which is below `high`, are searched. Below that, weights are 0.
+    float high = low_;
     const double lowest = row_.largest() - 126.0 / kLog2OfE * temperature_;
-    int64_t low = key_of(static_cast<float>(std::max<double>(lowest, -FLT_MAX)));
-    Amount inside = row_.amount(value_of(low), value_of(high));
-    while (inside.count > kMaxSorted / 2 && high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      const Amount upper = row_.amount(value_of(middle), value_of(high));
+    Division division = row_.divided(-INFINITY, static_cast<float>(std::max<double>(lowest, -FLT_MAX)), high);
+    float low = division.least, top = value_of(key_of(high) - 1);
+    int64_t count = division.upper.count;
+    for (int pass = 0; count > kMaxSorted / 2 && low < top; ++pass) {
+      const float middle = between(low, top, pass);
+      division = row_.divided(low, middle, high);
+      const Amount upper = division.upper;
       if (is_there(Amount{above.count + upper.count, above.mass + upper.mass})) {
-        low = middle;
-        inside = upper;
+        low = division.least;
+        count = upper.count;
       } else {
         high = middle;
+        top = division.largest_below;
         above.count += upper.count;
         above.mass += upper.mass;
-        inside.count -= upper.count;
-        inside.mass -= upper.mass;
+        count -= upper.count;
       }
     }
-    row_.collect(value_of(low), value_of(high), INT64_MAX, spare_);
+    if (low == top) return first_of_equals(low, count, above, is_there);
+    row_.collect(low, high, INT64_MAX, spare_);
     Place found{sorted_.empty() ? row_.likeliest() : sorted_.back().id, above};
     for (const Token& token : spare_) {
       ++above.count;
@@ -267,6 +338,22 @@ class Order {
       if (is_there(above)) break;
     }
     return found;
+  }
+
+  // The same among `count` tokens of one value, behind those `above`.
+  template <typename Predicate>
+  Place first_of_equals(float value, int64_t count, const Amount& above, Predicate is_there) {
+    const double each = weight(value);
+    int64_t low = 1, high = count;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (is_there(Amount{above.count + middle, above.mass + middle * each})) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return {row_.place_of_equal(value, low), {above.count + low, above.mass + low * each}};
   }
 
   // The amount of tokens whose weight is at least `least`.
