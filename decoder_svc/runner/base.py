@@ -37,7 +37,7 @@ from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.runner.sampler import Sampler
+from decoder_svc.runner.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
 from decoder_svc.runner.token_masks import begin_masks
@@ -97,6 +97,7 @@ class ModelRunnerBase(ABC):
         if not hasattr(self, "transfer"):
             self.transfer = HostTransfer(self.device)
         register_paged_attention()
+        self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
         self.language = LanguagePass(self.model, self.backend, family.num_levels, self._calc_mrope_positions)
         # Bytes that the weights take on the device.
@@ -107,7 +108,6 @@ class ModelRunnerBase(ABC):
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
-        self.sampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.feed = TokenFeed(self.transfer.move)
 
     # Overridden by each device.

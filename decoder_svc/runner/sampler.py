@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,12 @@ class SampleRow:
         """Number of tokens already generated: the index of the next one in the answer."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def counts(self) -> tuple[IntArray, IntArray]:
+        """Returns the distinct preceding tokens and their numbers of occurrences in the output."""
+        # Drafts may be dropped, so they are not counted in the request's own counts.
+        counts = TokenCounts(self.num_prompt_tokens) if self.num_drafts else self.state.counts
+        return counts.update(self.token_ids)
+
 
 class SampledRows(NamedTuple):
     """The sampled tokens of a step's rows."""
@@ -73,6 +79,18 @@ class PendingSample:
     may_run_ahead: bool
     # Waits for the device.
     result: Callable[[], SampledRows]
+
+
+class TokenSampler(Protocol):
+    """Samples the rows of each step."""
+
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None) -> PendingSample:
+        """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
+
+        `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already. Log probabilities are
+        those of the raw logits. Get the result before the next `launch`, unless it says `may_run_ahead`.
+        """
+        ...
 
 
 def _fetched(values: Tensor) -> Callable[[], Tensor]:
@@ -309,9 +327,7 @@ def _penalties(row: SampleRow, index: int, vocab: int) -> tuple[IntArray, npt.ND
     The numbers are the repetition penalty and what is subtracted after it.
     """
     params = row.params
-    # Drafts may be dropped, so they are not counted in the request's own counts.
-    counts = TokenCounts(row.num_prompt_tokens) if row.num_drafts else row.state.counts
-    ids, occurrences = counts.update(row.token_ids)
+    ids, occurrences = row.counts()
     # Image placeholders may have ids beyond the vocabulary of the logits.
     is_known = ids < vocab
     ids, occurrences = ids[is_known], occurrences[is_known].astype(np.float32)

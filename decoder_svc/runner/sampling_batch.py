@@ -105,7 +105,7 @@ def stage_batch(
         for each in row.stop_token_ids
     ]
     wanted = tuple((index, row.logprobs) for index, row in enumerate(params) if row.logprobs is not None)
-    penalised = tuple(index for index, row in enumerate(params) if _is_penalised(row))
+    penalised = tuple(index for index, row in enumerate(params) if row.is_penalised)
     return SamplingBatch(
         params=params,
         below_min=below_min,
@@ -119,10 +119,6 @@ def stage_batch(
         wanted=wanted,
         asking=_moved([index for index, _ in wanted], torch.int64, move),
     )
-
-
-def _is_penalised(row: SamplingParams) -> bool:
-    return row.repetition_penalty != 1 or row.presence_penalty != 0 or row.frequency_penalty != 0
 
 
 def _moved(values: Sequence[float], dtype: torch.dtype, move: _Move) -> Tensor | None:

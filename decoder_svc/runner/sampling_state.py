@@ -40,12 +40,13 @@ class TokenCounts:
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_counted = 0
-        self._ids: list[int] = []
-        self._counts: list[int] = []
+        # The first `len(self._places)` are in use.
+        self._ids: IntArray = np.zeros(64, dtype=np.int64)
+        self._counts: IntArray = np.zeros(64, dtype=np.int64)
         self._places: dict[int, int] = {}
 
     def update(self, token_ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns distinct ids and their numbers of occurrences in the output.
+        """Returns distinct ids and their numbers of occurrences in the output, which the next call changes.
 
         `token_ids` is the whole sequence. It begins with the sequence of the last call, which is not counted again.
         """
@@ -55,13 +56,15 @@ class TokenCounts:
         for token_id in token_ids[max(self._num_counted, num_prompt) :].tolist():
             self._count(token_id, 1)
         self._num_counted = len(token_ids)
-        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.int64)
+        return self._ids[: len(self._places)], self._counts[: len(self._places)]
 
     def _count(self, token_id: int, addend: int) -> None:
-        place = self._places.setdefault(token_id, len(self._ids))
+        place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
-            self._ids.append(token_id)
-            self._counts.append(0)
+            self._ids, self._counts = (
+                np.concatenate([each, np.zeros_like(each)]) for each in (self._ids, self._counts)
+            )
+        self._ids[place] = token_id
         self._counts[place] += addend
 
 

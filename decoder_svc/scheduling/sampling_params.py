@@ -63,6 +63,11 @@ class SamplingParams:
         """Whether every token is the most likely one."""
         return self.temperature == 0.0
 
+    @property
+    def is_penalised(self) -> bool:
+        """Whether earlier tokens get a penalty."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 class TokenIds(Protocol):
     """Ids of a sequence's tokens: a list, or an array of the runner."""

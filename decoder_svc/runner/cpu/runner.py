@@ -13,6 +13,7 @@ from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.attention import NativeBackend, cpu_attention
 from decoder_svc.runner.cpu.native_model import install_kernels
+from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.worst_case import WorstCase
@@ -37,6 +38,8 @@ class CPUModelRunner(ModelRunnerBase):
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         num_threads = torch.get_num_threads()
         self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
+        if isinstance(self.backend, NativeBackend):
+            self.sampler = NativeSampler(self.backend.library, num_threads)
         linear = choose_step_linear(self.model.dtype)
         if isinstance(self.backend, NativeBackend) and linear.implementation == NATIVE:
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes

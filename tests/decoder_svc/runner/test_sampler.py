@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from decoder_svc.runner import sampler, sampling_batch
+from decoder_svc.runner.cpu.attention import SOURCES
+from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.sampler import Sampler, SampleRow
 from decoder_svc.runner.sampling_state import SamplingState, TokenCounts, UniformDraws
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
+from lookonce.model.kernels.native_level import processor_levels
+from lookonce.model.kernels.native_library import library_of_level
 from tests.decoder_svc.runner import sampling_reference
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
@@ -27,9 +33,26 @@ def row(params: SamplingParams, prompt: tuple[int, ...] = (0,), output: tuple[in
     return SampleRow(params, np.array(prompt + output, dtype=np.int64), len(prompt), state)
 
 
+# The samplers, of which each test below takes the current one.
+SAMPLERS: dict[str, Callable[[], Sampler | NativeSampler]] = {
+    "torch": lambda: Sampler(lambda host: host),
+    **{
+        level.name: functools.partial(lambda level: NativeSampler(library_of_level(SOURCES, level), 2), level)
+        for level in processor_levels()
+    },
+}
+current = "torch"
+
+
+@pytest.fixture(autouse=True, params=SAMPLERS)
+def _sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "current", request.param)
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Samples one step with a new sampler."""
-    return Sampler(lambda host: host).sample(logits, rows)
+    token_ids, logprobs, _ = SAMPLERS[current]().launch(logits, rows).result()
+    return token_ids, logprobs
 
 
 def draw(params: SamplingParams, num_draws: int = 3000, logits: torch.Tensor = LOGITS) -> dict[int, float]:
@@ -199,6 +222,7 @@ def test_every_row_gets_the_references_token_in_any_batch(
         assert token_id in sampling_reference.possible_tokens(adjusted, params, point, 1e-5)
 
 
+@pytest.mark.parametrize("_sampler", ["torch"], indirect=True)
 def test_a_draw_beyond_the_sorted_tokens_is_repeated_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_batch, "SORTED_TOKENS", 2)
     assert set(draw(SamplingParams(temperature=9.0))) == set(range(5))
@@ -206,6 +230,7 @@ def test_a_draw_beyond_the_sorted_tokens_is_repeated_over_all(monkeypatch: pytes
     assert set(draw(SamplingParams(temperature=1.0, min_p=0.2))) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("_sampler", ["torch"], indirect=True)
 def test_few_rows_sort_the_whole_vocabulary_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a batch of flat distributions would take gigabytes, and start-up would keep them free."""
     monkeypatch.setattr(sampling_batch, "SORTED_TOKENS", 2)
@@ -226,6 +251,7 @@ def test_few_rows_sort_the_whole_vocabulary_at_once(monkeypatch: pytest.MonkeyPa
         assert sum(length for length, _ in whole) >= 8
 
 
+@pytest.mark.parametrize("_sampler", ["torch"], indirect=True)
 def test_parameters_are_copied_again_only_if_the_batch_changes() -> None:
     copied: list[torch.Tensor] = []
 
@@ -331,6 +357,23 @@ def test_log_probabilities_are_those_without_the_mask() -> None:
 
 
 def test_rows_with_masks_keep_the_next_step_waiting_and_the_likeliest_ids_are_not_taken() -> None:
-    launched = Sampler(lambda host: host).launch(LOGITS[None], [masked(SamplingParams(), 4)], torch.tensor([0]))
+    launched = SAMPLERS[current]().launch(LOGITS[None], [masked(SamplingParams(), 4)], torch.tensor([0]))
     assert not launched.may_run_ahead
     assert launched.result().token_ids == [4]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0])
+@pytest.mark.parametrize(
+    "narrowing", [{}, {"top_p": 0.5}, {"top_p": 0.999}, {"top_k": 3000}, {"min_p": 0.3}, {"top_k": 2500, "top_p": 0.9}]
+)
+def test_flat_rows_of_a_large_vocabulary_get_the_references_tokens(spread: float, narrowing: dict[str, Any]) -> None:
+    """Draws that fall on none of the likeliest tokens. Some logits are equal, as in bfloat16."""
+    logits = torch.randn(24, 6007, generator=torch.Generator().manual_seed(1)) * spread
+    logits[::2] = logits[::2].bfloat16().float()
+    rows = [row(SamplingParams(temperature=1.0, seed=seed, **narrowing)) for seed in range(24)]
+    token_ids, _ = sample(logits, rows)
+    for one, row_logits, token_id in zip(rows, logits.double().numpy(), token_ids, strict=True):
+        point = sampling_reference.uniform(one.params.seed or 0, 0)
+        possible = sampling_reference.possible_tokens(row_logits, one.params, point, 1e-4)
+        # Equal logits have one order here and another one there.
+        assert row_logits[token_id] in {row_logits[each] for each in possible}
