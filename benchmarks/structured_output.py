@@ -37,7 +37,7 @@ _SCHEMA = """{"type": "array", "minItems": 500, "items": {"type": "object", "pro
     "required": ["name", "quantity", "unit_price", "in_stock"], "additionalProperties": false}}"""
 _STRINGS = '{"type": "array", "minItems": 500, "items": {"type": "string", "maxLength": 400}}'
 CONSTRAINTS = {
-    "text": Constraint(ConstraintKind.REGEX, "[a-zA-Z ,.]*#"),
+    "text": Constraint(ConstraintKind.REGEX, "([a-zA-Z ,.]*#){400}"),
     "strings": Constraint(ConstraintKind.JSON_SCHEMA, _STRINGS),
     "counted text": Constraint(ConstraintKind.REGEX, "[a-zA-Z ,.]{8000,}"),
     "schema": Constraint(ConstraintKind.JSON_SCHEMA, _SCHEMA),

@@ -192,7 +192,7 @@ def refused(reason: str) -> RefusedConstraintError:
     for said, meant in _REASONS.items():
         if said in shown:
             shown = meant
-    # What follows lists names that only llguidance knows.
+    # The rest lists names that only llguidance knows.
     shown = shown.partition("; following special tokens")[0]
     if len(shown) > _MAX_REASON_CHARS:
         shown = f"{shown[:_MAX_REASON_CHARS]}…"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _ROW = np.dtype(
         ("temperature", "f8"),
         ("top_p", "f8"),
         ("min_p", "f8"),
+        ("log_min_p", "f8"),
         ("uniform", "f8"),
         ("top_k", "i8"),
         ("seen_ids", "u8"),
@@ -52,9 +54,9 @@ class _Table:
     vocab: int
     # Without what changes from step to step.
     rows: npt.NDArray[np.void]
-    # Of each row, the ids that must not come before `min_tokens`.
+    # The ids of each row that must not come before `min_tokens`.
     stop_ids: list[npt.NDArray[np.int64]]
-    # What the rows point to.
+    # The arrays that the rows point to.
     held: list[npt.NDArray[np.generic]]
 
     def holds(self, params: Sequence[SamplingParams], vocab: int) -> bool:
@@ -130,6 +132,7 @@ def _table(params: tuple[SamplingParams, ...], vocab: int) -> _Table:
     held: list[npt.NDArray[np.generic]] = []
     for of_row, one in zip(rows, params, strict=True):
         of_row["temperature"], of_row["top_p"], of_row["min_p"] = one.temperature, one.top_p, one.min_p
+        of_row["log_min_p"] = math.log(one.min_p) if one.min_p > 0 else 0.0
         of_row["top_k"] = min(one.top_k or vocab, vocab)
         of_row["repetition_penalty"] = one.repetition_penalty
         of_row["presence_penalty"], of_row["frequency_penalty"] = one.presence_penalty, one.frequency_penalty

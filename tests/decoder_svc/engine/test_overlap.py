@@ -11,6 +11,7 @@ import torch
 
 from decoder_svc.runner import sampling_batch
 from decoder_svc.runner.cuda.runner import GPUModelRunner
+from decoder_svc.runner.sampler import Sampler
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.sampling_params import SamplingParams
@@ -151,8 +152,11 @@ def test_a_step_whose_tokens_the_host_must_see_first_is_not_overlapped(model: of
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_token_that_is_drawn_again_is_computed_again(model: offline.OfflineModel, logprobs: int | None) -> None:
-    """The step behind it has read another id."""
+def test_a_token_that_is_drawn_again_is_computed_again(
+    model: offline.OfflineModel, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind it has read another id. Devices draw again, and the native sampler of CPUs never does."""
+    monkeypatch.setattr(model.runner, "sampler", Sampler(lambda host: host))
     params = SamplingParams(max_tokens=12, temperature=2.0, seed=1, logprobs=logprobs)
     workload = Workload([Asked(RequestId("r0"), model.questions[0].prompt, params, 0)])
     expected = DrivenEngine(model, overlaps=False, num_blocks=LARGE_POOL).serve(workload)

@@ -24,6 +24,7 @@ struct SampledRow {
   double temperature;  // 0: the likeliest token.
   double top_p;        // 1: no limit.
   double min_p;        // 0: no limit.
+  double log_min_p;    // Its natural logarithm.
   double uniform;      // In [0, 1).
   int64_t top_k;       // At most the size of the vocabulary, which is no limit.
   const int64_t* seen_ids;  // Distinct tokens of prompt and output, which have penalties.
@@ -93,6 +94,30 @@ float between(float low, float top, int pass) {
   if (pass < kMeanPasses && low < mean && mean <= top) return mean;
   const int64_t key = key_of(low);
   return value_of(key + (key_of(top) - key + 1) / 2);
+}
+
+// Returns e^x for x <= 0, with an error of a few units in the last place. The exponentials and logarithms of the C
+// library would need a newer one than wheels are made for.
+double exp_of_negative(double x) {
+  constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
+  if (!(x > -708.0)) return x != x ? x : 0.0;
+  const double n = std::floor(x * 1.44269504088896340736 + 0.5);
+  const double f = (x - n * kLn2High) - n * kLn2Low;
+  // The series of e^f, whose terms are below a unit in the last place of 1 from the fourteenth on.
+  constexpr double kInverses[] = {1.0 / 13, 1.0 / 12, 1.0 / 11, 1.0 / 10, 1.0 / 9, 1.0 / 8, 1.0 / 7,
+                                  1.0 / 6,  1.0 / 5,  1.0 / 4,  1.0 / 3,  1.0 / 2, 1.0};
+  double sum = 1.0;
+  for (const double inverse : kInverses) sum = 1.0 + sum * (f * inverse);
+  const int64_t bits = (static_cast<int64_t>(n) + 1023) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof power);
+  return sum * power;
+}
+
+// Returns the natural logarithm of x >= 1: that of a float, improved by one step of Newton's method.
+double log_of(double x) {
+  const double rough = std::log(static_cast<float>(x));
+  return rough + (x * exp_of_negative(-rough) - 1.0);
 }
 
 // The lanes in which a condition is true, as bits.
@@ -271,10 +296,10 @@ class Row {
   float largest_ = 0.0f;
 };
 
-// The beginning of a row's order up to a place: all tokens of larger values, and those of `value` up to `id`.
+// A token, and the amount of it and all tokens before it.
 struct Place {
   int64_t id;
-  Amount through;  // Of the token and all before it.
+  Amount through;
 };
 
 // A row's tokens in their order.
@@ -357,20 +382,20 @@ class Order {
   }
 
   // The amount of tokens whose weight is at least `least`.
-  Amount at_least(double least) {
+  Amount at_least(double least, double log_least) {
     size_t count = 0;
     while (count < sorted_.size() && weight(sorted_[count].value) >= least) ++count;
     Amount found{static_cast<int64_t>(count), count == 0 ? 0.0 : mass_[count - 1]};
     if (count < sorted_.size()) return found;
     total();
-    const double lowest = row_.largest() + std::log(least) * temperature_;
+    const double lowest = row_.largest() + log_least * temperature_;
     const Amount more = row_.amount(static_cast<float>(std::max<double>(lowest, -FLT_MAX)), low_);
     return {found.count + more.count, found.mass + more.mass};
   }
 
  private:
   double weight(float value) const {
-    return std::exp((static_cast<double>(value) - row_.largest()) / temperature_);
+    return exp_of_negative((static_cast<double>(value) - row_.largest()) / temperature_);
   }
 
   Row& row_;
@@ -394,7 +419,7 @@ int64_t drawn(Order& order, const SampledRow& row, int64_t vocab) {
     if (limit.count < kept.count) kept = limit;
   }
   if (row.min_p > 0.0) {
-    const Amount limit = order.at_least(row.min_p);
+    const Amount limit = order.at_least(row.min_p, row.log_min_p);
     if (limit.count < kept.count) kept = limit;
   }
   const double point = row.uniform * (kept.mass < 0.0 ? order.total() : kept.mass);
@@ -434,7 +459,7 @@ void adjust(Row& memory, const float* logits, const SampledRow& row, int64_t voc
 
 // Log probabilities of the raw logits: of the likeliest tokens, and room for the sampled one.
 double report(Row& memory, const SampledRow& row, int64_t vocab, std::vector<Token>& sorted) {
-  const double log_total = memory.largest() + std::log(memory.weigh(1.0));
+  const double log_total = memory.largest() + log_of(memory.weigh(1.0));
   const int64_t wanted = std::min(row.num_logprobs, vocab);
   if (wanted > 0) {
     memory.collect(memory.value_of_blocks(wanted), INFINITY, INT64_MAX, sorted);
