@@ -93,10 +93,17 @@ def test_a_constraint_that_takes_long_is_refused(checker: ConstraintChecker) -> 
     checker.check(GOOD)
 
 
+def stop(pid: int) -> None:
+    """Stops a process, which goes on for a moment after it was told to."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
+
+
 def test_a_process_without_processor_time_is_not_the_constraints_fault(checker: ConstraintChecker) -> None:
     checker.check(GOOD)
     checker._time_limits = TimeLimits(cpu_s=60.0, wall_s=0.2)
-    os.kill(pid_of(checker), signal.SIGSTOP)
+    stop(pid_of(checker))
     other = Constraint(ConstraintKind.REGEX, "other")
     with pytest.raises(UnavailableError, match="too busy"):
         checker.check(other)
@@ -112,7 +119,7 @@ def test_a_process_that_is_killed_from_outside_is_replaced(checker: ConstraintCh
     assert pid_of(checker) != pid
     # While it is asked: it is stopped, gets the question, and is killed.
     pid = pid_of(checker)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     killer = threading.Timer(0.3, os.kill, [pid, signal.SIGKILL])
     killer.start()
     checker.check(Constraint(ConstraintKind.REGEX, "y"))

@@ -176,7 +176,9 @@ class Row {
 
   // The value that about `num_blocks` blocks reach.
   float value_of_blocks(size_t num_blocks) {
-    ordered_ = tops_;
+    // An assignment would need a newer C++ library than wheels are made for.
+    ordered_.resize(tops_.size());
+    std::copy(tops_.begin(), tops_.end(), ordered_.begin());
     const size_t place = std::min(num_blocks, ordered_.size()) - 1;
     std::nth_element(ordered_.begin(), ordered_.begin() + place, ordered_.end(), std::greater<float>());
     return ordered_[place];
