@@ -38,17 +38,18 @@ class AnswerMatchers:
                 connection.sendall(encoded(self._followed(step)))
 
     def _followed(self, step: Step) -> Followed:
-        if step.opening is not None:
-            try:
+        try:
+            if step.opening is not None:
                 self._open(step.answer_id, step.opening)
-            except RefusedConstraintError as error:
-                return Followed(str(error), [], [])
-        answer = self._matchers[step.answer_id]
-        forced, masks = [], []
-        if step.num_forced:
-            forced = answer.forced(step.token_ids, step.num_forced)
-        else:
-            masks = answer.masks(step.token_ids, step.draft_ids)
+            answer = self._matchers[step.answer_id]
+            forced, masks = [], []
+            if step.num_forced:
+                forced = answer.forced(step.token_ids, step.num_forced)
+            else:
+                masks = answer.masks(step.token_ids, step.draft_ids)
+        except RefusedConstraintError as error:
+            # While it is opened, or compiled anew in the midst of an answer.
+            return Followed(str(error), [], [])
         return Followed(answer.error, forced, masks)
 
     def _open(self, answer_id: int, opening: Opening) -> None:
