@@ -19,6 +19,7 @@ from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.chat_template import ChatTemplate
+from decoder_svc.prompt.chat_tools import ChatTools
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
@@ -271,6 +272,7 @@ def build_preparer(
     )
     return RequestPreparer(
         PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
+        ChatTools(text.tokenizer, text.template),
         VideoSplitter(text.family, image_limits),
         ImageResolver(encoder, store, image_limits, threads),
         text.defaults,
@@ -298,6 +300,7 @@ def _listen_for_forgotten(
 
 
 def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
+    template = text.template
     return ServedModel(
         name=settings.model_name,
         model_type=text.folder.model_type,
@@ -308,6 +311,8 @@ def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
         max_video_frames=settings.max_video_frames_per_prompt if text.takes_videos else 0,
         max_message_bytes=settings.max_message_bytes,
         rows_depend_on_image_count=text.family.depends_on_image_count,
+        tool_format="" if template is None or template.tool_format is None else template.tool_format.name,
+        template_arguments=() if template is None else tuple(sorted(template.argument_names)),
         version=__version__,
     )
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import grpc.aio
 
 from decoder_svc import wire_request, wire_response
 from decoder_svc.answer.choices import Choices, generating_choices
+from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions
 from decoder_svc.engine.engine import Engine
 from decoder_svc.prompt.preparation import RequestPreparer
@@ -61,6 +62,10 @@ class ServedModel:
     max_message_bytes: int
     # Whether an image's rows depend on the number of images in the prompt.
     rows_depend_on_image_count: bool
+    # Name of the form in which the model calls functions; empty: it knows none.
+    tool_format: str
+    # Names of arguments that the chat template takes.
+    template_arguments: tuple[str, ...]
     # Version of the Python package.
     version: str
 
@@ -105,18 +110,18 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         async with submitting as (ticket, answers):
             await answers.admission()
             response = decoder_service_pb2.GenerateResponse(request_id=ticket.request_id)
-            texts: list[list[str]] = [[] for _ in range(ticket.num_choices)]
+            parts: list[list[TextIncrement]] = [[] for _ in range(ticket.num_choices)]
             for index in range(ticket.num_choices):
                 response.choices.add(index=index)
             # Log probabilities are converted per increment: thousands at once would block the event loop.
             async for index, increment in answers.increments():
                 choice = response.choices[index]
-                texts[index].append(increment.text)
+                parts[index].append(replace(increment, token_ids=(), logprobs=()))
                 choice.token_ids.extend(increment.token_ids)
                 choice.logprobs.extend(wire_response.token_logprobs(increment.logprobs))
                 if increment.finish_reason is not None:
-                    choice.finish_reason = wire_response.finish_reason(increment.finish_reason)
-                    choice.text = "".join(texts[index])
+                    wire_response.complete(choice, parts[index])
+                    parts[index].clear()
             response.usage.CopyFrom(wire_response.usage(answers.usage))
             response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
             return response
@@ -134,14 +139,14 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             yield response(started=decoder_service_pb2.StreamStarted(request_id=ticket.request_id, usage=usage))
             num_tokens = [0] * ticket.num_choices
             async for index, increment in answers.increments():
-                if increment.text or increment.token_ids:
+                if increment.text or increment.token_ids or increment.reasoning or increment.calls:
                     yield response(delta=wire_response.delta(increment, index, num_tokens[index]))
                 num_tokens[index] += len(increment.token_ids)
                 if increment.finish_reason is not None:
                     yield response(
                         finished=decoder_service_pb2.StreamFinished(
                             index=index,
-                            finish_reason=wire_response.finish_reason(increment.finish_reason),
+                            finish_reason=wire_response.finish_reason(increment),
                             usage=wire_response.usage(answers.usage),
                             replica_load=wire_response.replica_load(self._engine.load()),
                         )
@@ -204,6 +209,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             image_placeholder=model.image_placeholder,
             max_video_frames=model.max_video_frames,
             rows_depend_on_image_count=model.rows_depend_on_image_count,
+            tool_format=model.tool_format,
+            template_arguments=model.template_arguments,
         )
 
     async def GetLoad(

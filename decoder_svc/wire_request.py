@@ -27,6 +27,7 @@ from decoder_svc.prompt.prompt_spec import (
 from decoder_svc.prompt.sampling_check import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
 from decoder_svc.scheduling.request import CacheScope
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
+from decoder_svc.tools.tool import Tool, ToolCall, ToolChoice, ToolMode
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2
@@ -37,6 +38,14 @@ _ROLES = {
     decoder_service_pb2.ROLE_SYSTEM: ChatRole.SYSTEM,
     decoder_service_pb2.ROLE_USER: ChatRole.USER,
     decoder_service_pb2.ROLE_ASSISTANT: ChatRole.ASSISTANT,
+    decoder_service_pb2.ROLE_TOOL: ChatRole.TOOL,
+}
+_MODES = {
+    decoder_service_pb2.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO,
+    decoder_service_pb2.TOOL_MODE_AUTO: ToolMode.AUTO,
+    decoder_service_pb2.TOOL_MODE_NONE: ToolMode.NONE,
+    decoder_service_pb2.TOOL_MODE_REQUIRED: ToolMode.REQUIRED,
+    decoder_service_pb2.TOOL_MODE_NAMED: ToolMode.NAMED,
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
@@ -75,15 +84,24 @@ def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
     """Returns a conversation. Raises InvalidParameterError that names the field."""
     num_elements = len(chat.messages)
     for message in chat.messages[:_MAX_ELEMENTS]:
-        num_elements += len(message.parts)
+        num_elements += len(message.parts) + len(message.tool_calls)
         num_elements += sum(len(part.video.frames) for part in message.parts[:_MAX_ELEMENTS])
         if num_elements > _MAX_ELEMENTS:
             break
     if num_elements > _MAX_ELEMENTS:
         raise InvalidParameterError(
-            "chat.messages", f"must have at most {_MAX_ELEMENTS} messages, parts and video frames together"
+            "chat.messages", f"must have at most {_MAX_ELEMENTS} messages, parts, calls and video frames together"
         )
-    return ChatPrompt(tuple(_message(f"chat.messages[{i}]", message) for i, message in enumerate(chat.messages)))
+    _check_number("chat.tools", chat.tools)
+    mode = _MODES.get(chat.tool_choice.mode)
+    if mode is None:
+        raise InvalidParameterError("chat.tool_choice.mode", "must be auto, none, required or named")
+    return ChatPrompt(
+        tuple(_message(f"chat.messages[{i}]", message) for i, message in enumerate(chat.messages)),
+        tuple(Tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in chat.tools),
+        ToolChoice(mode, chat.tool_choice.name, chat.tool_choice.single_call),
+        chat.template_arguments,
+    )
 
 
 def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
@@ -144,8 +162,14 @@ def parse_cache_scope(message: decoder_service_pb2.GenerateParams, tenant: Tenan
 def _message(field: str, message: decoder_service_pb2.ChatMessage) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
-        raise InvalidParameterError(f"{field}.role", "must be system, user or assistant")
-    return ChatMessage(role, tuple(_part(f"{field}.parts[{i}]", part) for i, part in enumerate(message.parts)))
+        raise InvalidParameterError(f"{field}.role", "must be system, user, assistant or tool")
+    return ChatMessage(
+        role,
+        tuple(_part(f"{field}.parts[{i}]", part) for i, part in enumerate(message.parts)),
+        tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+        message.tool_call_id,
+        message.reasoning,
+    )
 
 
 def _part(field: str, part: decoder_service_pb2.ContentPart) -> TextPart | ImagePart | VideoPart:

@@ -10,6 +10,7 @@ from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.engine.figures import EngineLoad
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request_output import FinishReason, RequestUsage, TokenLogprobs
+from decoder_svc.tools.tool import CallDelta
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2
 
@@ -20,9 +21,34 @@ _FINISH_REASONS = {
 }
 
 
-def finish_reason(reason: FinishReason) -> decoder_service_pb2.FinishReason.ValueType:
-    """Converts the reason why a choice ended."""
-    return _FINISH_REASONS[reason]
+def finish_reason(increment: TextIncrement) -> decoder_service_pb2.FinishReason.ValueType:
+    """Converts the reason why a choice ended, from its last increment."""
+    if increment.ends_with_calls:
+        return decoder_service_pb2.FINISH_REASON_TOOL_CALLS
+    assert increment.finish_reason is not None, "the last increment has a reason"
+    return _FINISH_REASONS[increment.finish_reason]
+
+
+def complete(choice: decoder_service_pb2.Choice, increments: Sequence[TextIncrement]) -> None:
+    """Adds the text of an answer that has ended, its calls and the reason for its end to a choice."""
+    choice.text = "".join(increment.text for increment in increments)
+    choice.reasoning = "".join(increment.reasoning for increment in increments)
+    choice.tool_calls.extend(_tool_calls([delta for increment in increments for delta in increment.calls]))
+    choice.finish_reason = finish_reason(increments[-1])
+
+
+def _tool_calls(deltas: Sequence[CallDelta]) -> list[decoder_service_pb2.ToolCall]:
+    """Returns the whole calls of an answer from all their parts."""
+    calls: list[decoder_service_pb2.ToolCall] = []
+    texts: list[list[str]] = []
+    for delta in deltas:
+        if delta.id:
+            calls.append(decoder_service_pb2.ToolCall(id=delta.id, name=delta.name))
+            texts.append([])
+        texts[delta.index].append(delta.arguments)
+    for call, pieces in zip(calls, texts, strict=True):
+        call.arguments = "".join(pieces)
+    return calls
 
 
 def usage(record: RequestUsage) -> decoder_service_pb2.Usage:
@@ -59,6 +85,11 @@ def delta(increment: TextIncrement, index: int, token_index: int) -> decoder_ser
         token_ids=increment.token_ids,
         token_index=token_index,
         logprobs=token_logprobs(increment.logprobs),
+        reasoning=increment.reasoning,
+        tool_calls=[
+            decoder_service_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in increment.calls
+        ],
     )
 
 

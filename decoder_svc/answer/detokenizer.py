@@ -5,7 +5,7 @@ Works on the text of one choice of one request. Knows neither the engine nor the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
@@ -25,9 +25,11 @@ class IncrementalDecoder:
     into U+FFFD.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, shown_token_ids: Collection[int] = ()) -> None:
+        """Of the special tokens, only `shown_token_ids` have a text."""
         self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_token_ids
+        self._shown_ids = frozenset(shown_token_ids)
+        self._hidden_ids = tokenizer.special_token_ids - self._shown_ids
         # Ids of the piece given out last. They are decoded again before the pending ids, because decoders treat the
         # first token of a text differently (its leading space).
         self._context: list[int] = []
@@ -37,8 +39,10 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """Adds an id and returns the text that is final now, often "". Special tokens have no text."""
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return ""
+        if token_id in self._shown_ids:
+            return self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
         self._pending.append(token_id)
         text = self._text_with(self._pending)
         if not text.endswith(_REPLACEMENT):

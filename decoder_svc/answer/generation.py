@@ -158,7 +158,7 @@ async def generating(
         deadline_s=options.deadline_s,
         cache_scope=options.cache_scope,
     )
-    text = GeneratedText(tokenizer, prepared.sampling)
+    text = GeneratedText(tokenizer, prepared.sampling, prepared.form)
     submitted = SubmittedRequest(stream, text, options.arrival_s, partial(engine.abort, request_id))
     try:
         yield submitted

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.frames import Vocabulary
-from decoder_svc.scheduling.sampling_params import Constraint
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError
 from lookonce.logs import get_logger
 from lookonce.process.limited_process import RETRY_S
@@ -132,4 +132,4 @@ class ConstraintChecker:
 
 def field_of(constraint: Constraint) -> str:
     """Returns the contract's name of a constraint's field."""
-    return f"sampling.{constraint.kind.value}"
+    return "chat.tools" if constraint.kind is ConstraintKind.TOOL_CALLS else f"sampling.{constraint.kind.value}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from decoder_svc.constraint.frames import Vocabulary
@@ -25,10 +26,7 @@ def tokenizer_vocabulary(tokenizer_json: str, end_token_id: int | None) -> Vocab
     state = json.loads(tokenizer_json)
     state["truncation"] = state["padding"] = state["post_processor"] = None
     names = {
-        token["content"]: f"<\ue000 control token {token['id']}>"
-        for token in state["added_tokens"]
-        # llguidance takes the second kind for control tokens, too.
-        if token["special"] or (token["content"].startswith("<") and token["content"].endswith(">"))
+        token["content"]: f"<\ue000 control token {token['id']}>" for token in state["added_tokens"] if is_masked(token)
     }
     for token in state["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -37,6 +35,11 @@ def tokenizer_vocabulary(tokenizer_json: str, end_token_id: int | None) -> Vocab
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return Vocabulary(json.dumps(state), end_token_id)
+
+
+def is_masked(token: Mapping[str, Any]) -> bool:
+    """Whether an added token is a control token for llguidance, so that no text has it."""
+    return bool(token["special"]) or (token["content"].startswith("<") and token["content"].endswith(">"))
 
 
 def _renamed(vocabulary: Any, names: dict[str, str]) -> Any:

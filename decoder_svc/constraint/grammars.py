@@ -183,6 +183,32 @@ def _grammar(constraint: Constraint) -> str:
                 # Nothing would check such a schema.
                 raise RefusedConstraintError("cannot have %json; use json_schema")
             return LLMatcher.grammar_from_lark(constraint.text)
+        case ConstraintKind.TOOL_CALLS:
+            return LLMatcher.grammar_from_lark(_grammar_of_calls(constraint.text))
+
+
+def named_control_ids(constraint: Constraint) -> frozenset[int]:
+    """Returns the control tokens that a constraint names, and that its answer may have."""
+    if constraint.kind is not ConstraintKind.TOOL_CALLS:
+        return frozenset()
+    return frozenset(json.loads(constraint.text)["control_token_ids"])
+
+
+def _grammar_of_calls(text: str) -> str:
+    """Returns the grammar of an answer with calls, and the schemas in it. Raises RefusedConstraintError."""
+    parts = json.loads(text)
+    rules = [parts["grammar"]]
+    for index, (place, schema) in enumerate(parts["schemas"]):
+        try:
+            checked = parsed_schema(schema)
+        except json.JSONDecodeError as error:
+            raise RefusedConstraintError(f"{place} is no JSON: {error}") from None
+        except RecursionError:
+            raise RefusedConstraintError(f"{place} is nested too deeply") from None
+        except ValueError as error:
+            raise RefusedConstraintError(f"{place}: {error}") from None
+        rules.append(f"json_{index}: %json {json.dumps({**checked, 'x-guidance': _JSON_OPTIONS})}")
+    return "\n".join(rules)
 
 
 def refused(reason: str) -> RefusedConstraintError:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.frames import Check, Checked, Follow, Followed, Opening, Step, Vocabulary, encoded, received
-from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError, named_control_ids
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.process.limited_side import end_with_owner, limited_side
 
@@ -53,10 +53,10 @@ class AnswerMatchers:
         return Followed(answer.error, forced, masks)
 
     def _open(self, answer_id: int, opening: Opening) -> None:
-        start = functools.partial(self._grammars.matcher, Constraint(ConstraintKind(opening.kind), opening.text))
-        self._matchers[answer_id] = AnswerMatcher(
-            start, opening.stop_token_ids, opening.num_logits, self._grammars.control_token_ids
-        )
+        constraint = Constraint(ConstraintKind(opening.kind), opening.text)
+        forbidden_ids = self._grammars.control_token_ids - named_control_ids(constraint)
+        start = functools.partial(self._grammars.matcher, constraint)
+        self._matchers[answer_id] = AnswerMatcher(start, opening.stop_token_ids, opening.num_logits, forbidden_ids)
 
 
 def check_all(connection: socket.socket, grammars: Grammars) -> None:

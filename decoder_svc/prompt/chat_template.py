@@ -6,25 +6,44 @@ puts it. Does not tokenize.
 
 from __future__ import annotations
 
+import json
 import pathlib
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jinja2
+import jinja2.meta
 
-from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole, ImagePart, TextPart, VideoPart
+from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole
+from decoder_svc.prompt.template_messages import TemplateForm
+from decoder_svc.prompt.text_marks import TextMarks
 from decoder_svc.prompt.text_tokenizer import TextPiece
+from decoder_svc.tools.answer_reader import REASONING_FORMATS
+from decoder_svc.tools.tool import Tool
+from decoder_svc.tools.tool_formats import PROBE_KEY, PROBE_NAME, PROBE_VALUE, ToolFormat, format_of
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
 from lookonce.model.model_folder import chat_template_source
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 
-# Marks consist of digits only: no case filter or escaping of a template changes them.
-_NONCE_DIGITS = 32
-_INDEX_DIGITS = 6
-# Digits at a mark's beginning or end by which a damaged mark is recognised.
-_FRAGMENT_DIGITS = 10
-_OPEN, _CLOSE, _WHOLE = "1", "2", "3"
+_ARGUMENTS = "chat.template_arguments"
+_ARGUMENT_TEXT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# A tag that transformers adds to Jinja.
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_SET_BY_TRANSFORMERS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    | {"raise_exception", "strftime_now", "tokenize", "chat_template", "return_dict", "conversation"}
+)
+_PROBE_FUNCTIONS = [
+    {
+        "type": "function",
+        "function": {
+            "name": PROBE_NAME,
+            "description": "?",
+            "parameters": {"type": "object", "properties": {PROBE_KEY: {"type": "string", "description": "?"}}},
+        },
+    }
+]
 
 
 class ChatTemplate:
@@ -41,6 +60,15 @@ class ChatTemplate:
         self._check_image_placement(image_token)
         # Whether the template writes a placeholder for a video.
         self.takes_videos = video_text is not None and self._writes_videos(video_text)
+        # The form in which the model calls functions; None: the template knows no functions.
+        self.tool_format = self._format_of_calls()
+        self._has_text_results = not self._takes_results([{"type": "text", "text": PROBE_VALUE}])
+        if self.tool_format is not None and self._has_text_results and not self._takes_results(PROBE_VALUE):
+            self.tool_format = None
+        # Names of the template's own arguments.
+        self.argument_names = _argument_names(source)
+        # The texts around the model's reasoning; None: it marks none.
+        self.reasoning = next((each for each in REASONING_FORMATS if each.end in source), None)
 
     @classmethod
     def load(
@@ -53,11 +81,15 @@ class ChatTemplate:
         source = chat_template_source(folder, pretrained.chat_template)
         return None if source is None else cls(pretrained, source, image_token, video_text)
 
-    def render(self, messages: Sequence[ChatMessage]) -> list[TextPiece]:
+    def render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), arguments: str = ""
+    ) -> list[TextPiece]:
         """Returns the rendered conversation up to the beginning of the assistant's answer.
 
-        Raises PromptEmptyError without messages, and InvalidParameterError for a conversation that the template refuses
-        or that ends with an assistant message.
+        `tools` are the functions that the model sees, and `arguments` those of the template, as a JSON object.
+
+        Raises PromptEmptyError without messages, and InvalidParameterError for arguments that the template does not
+        take, and for a conversation that it refuses or that ends with an assistant message.
         """
         if not messages:
             raise PromptEmptyError("chat.messages is empty; send at least one message")
@@ -66,31 +98,91 @@ class ChatTemplate:
                 "chat.messages",
                 "the last message is the assistant's; continuing it is not supported, end with a user's",
             )
-        marks = _Marks()
-        pieces = marks.bordered_pieces(self._rendered(messages, marks.bordered))
-        if pieces is not None:
-            return pieces
-        # The template cut a text, for example to drop a thinking passage: render again with marks in place of texts.
-        marks = _Marks()
-        return marks.whole_pieces(self._rendered(messages, marks.whole))
+        values = self._arguments(arguments)
+        try:
+            forms = [
+                TemplateForm(messages, tools, has_text_results=self._has_text_results, in_text=in_text)
+                for in_text in (False, True)
+            ]
+            texts = list(forms[0].values())
+            marks = TextMarks(texts)
+            pieces = marks.bordered_pieces(self._rendered(forms, marks, marks.bordered, values))
+            if pieces is not None:
+                return pieces
+            # The template cut a text, for example to drop reasoning: render again with marks in place of texts.
+            marks = TextMarks(texts)
+            return marks.whole_pieces(self._rendered(forms, marks, marks.whole, values))
+        except RecursionError:
+            raise InvalidParameterError("chat.tools", "a schema or an argument is nested too deeply") from None
 
-    def _rendered(self, messages: Sequence[ChatMessage], mark: Callable[[str], str]) -> str:
+    def _arguments(self, text: str) -> dict[str, Any]:
+        """Returns the arguments of the template. Raises InvalidParameterError."""
+        if not text:
+            return {}
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            raise InvalidParameterError(_ARGUMENTS, "is no JSON") from None
+        if not isinstance(values, dict):
+            raise InvalidParameterError(_ARGUMENTS, "must be a JSON object")
+        for name, value in values.items():
+            if name not in self.argument_names:
+                known = ", ".join(sorted(self.argument_names)) or "none"
+                raise InvalidParameterError(_ARGUMENTS, f"the template takes no {name[:64]!r}; it takes {known}")
+            is_plain = value is None or isinstance(value, bool | int | float)
+            if not is_plain and not (isinstance(value, str) and _ARGUMENT_TEXT.fullmatch(value)):
+                raise InvalidParameterError(
+                    _ARGUMENTS, f"{name} must be a boolean, a number, null or 1 to 64 characters of [A-Za-z0-9._-]"
+                )
+        return values
+
+    def _rendered(
+        self, forms: Sequence[TemplateForm], marks: TextMarks, mark: Callable[[str], str], values: dict[str, Any]
+    ) -> str:
+        in_parts, in_text = forms
         try:
             try:
-                return self._apply([_in_parts(message, mark) for message in messages])
+                return self._apply(in_parts.conversation(marks, mark), in_parts.functions(marks), values)
             except TypeError:
                 # Some templates expect system and assistant messages as strings (Pixtral's does).
-                return self._apply([_in_text(message, mark) for message in messages])
+                return self._apply(in_text.conversation(marks, mark), in_text.functions(marks), values)
         except TEMPLATE_ERRORS as error:
             # Exactly TemplateError: the template's author wrote the message. A subclass: Jinja did, and it stays here.
             reason = str(error) if type(error) is jinja2.TemplateError else "it could not be rendered"
             raise InvalidParameterError("chat.messages", f"the model's chat template refuses: {reason}") from None
 
-    def _apply(self, conversation: list[dict[str, Any]]) -> str:
+    def _apply(
+        self,
+        conversation: list[dict[str, Any]],
+        functions: list[dict[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
         rendered = self._pretrained.apply_chat_template(
-            conversation, chat_template=self._source, add_generation_prompt=True, tokenize=False
+            conversation,
+            tools=functions,
+            chat_template=self._source,
+            add_generation_prompt=True,
+            tokenize=False,
+            **(arguments or {}),
         )
         return str(rendered)
+
+    def _format_of_calls(self) -> ToolFormat | None:
+        """Returns the form in which the template writes calls; None if it does not show the model its functions."""
+        try:
+            if PROBE_NAME not in self._apply(_probe()[:1], _PROBE_FUNCTIONS):
+                return None
+            return format_of(self._apply([*_probe()[:2], _result("?")], _PROBE_FUNCTIONS))
+        except TEMPLATE_ERRORS:
+            return None
+
+    def _takes_results(self, content: str | list[dict[str, str]]) -> bool:
+        """Whether the template writes such a result of a function, and nothing of the form that it has in Python."""
+        try:
+            rendered = self._apply([*_probe()[:2], _result(content)], _PROBE_FUNCTIONS)
+        except TEMPLATE_ERRORS:
+            return False
+        return PROBE_VALUE in rendered.rpartition(PROBE_KEY)[2] and "'type'" not in rendered
 
     def _check_image_placement(self, image_token: str) -> None:
         try:
@@ -116,106 +208,29 @@ class ChatTemplate:
         )
 
 
-class _Mark(NamedTuple):
-    """One mark in a rendered string, [start, stop)."""
-
-    start: int
-    stop: int
-    # The text's index in digits, and the mark's kind: _OPEN, _CLOSE or _WHOLE.
-    number: str
-    kind: str
-
-
-class _Marks:
-    """Random marks around the texts of one conversation, by which they are found in the rendered string."""
-
-    def __init__(self) -> None:
-        self._nonce = str(secrets.randbelow(9 * 10 ** (_NONCE_DIGITS - 1)) + 10 ** (_NONCE_DIGITS - 1))
-        self._texts: list[str] = []
-
-    def bordered(self, text: str) -> str:
-        """Returns the text with a mark before its first and after its last visible character.
-
-        White space stays outside the marks, so that a template can still strip it.
-        """
-        return self._marked(text, lambda index, core: f"{self._nonce}{index}{_OPEN}{core}{self._nonce}{index}{_CLOSE}")
-
-    def whole(self, text: str) -> str:
-        """Returns the text with one mark in place of everything from its first to its last visible character."""
-        return self._marked(text, lambda index, core: f"{self._nonce}{index}{_WHOLE}")
-
-    def bordered_pieces(self, rendered: str) -> list[TextPiece] | None:
-        """Splits a string rendered from bordered texts into pieces; None if a text lost one of its two marks."""
-        pieces: list[TextPiece] = []
-        end, opened = 0, None
-        for mark in self._found(rendered):
-            if opened != (None if mark.kind == _OPEN else mark.number):
-                return None
-            pieces.append(TextPiece(rendered[end : mark.start], is_trusted=mark.kind == _OPEN))
-            end, opened = mark.stop, mark.number if mark.kind == _OPEN else None
-        if opened is not None:
-            return None
-        return _non_empty([*pieces, TextPiece(rendered[end:], is_trusted=True)])
-
-    def whole_pieces(self, rendered: str) -> list[TextPiece]:
-        """Splits a string rendered from marks in place of texts into pieces.
-
-        Raises InvalidParameterError if the template kept only a part of a mark.
-        """
-        pieces: list[TextPiece] = []
-        end = 0
-        for mark in self._found(rendered):
-            pieces.append(TextPiece(rendered[end : mark.start], is_trusted=True))
-            pieces.append(TextPiece(self._texts[int(mark.number)], is_trusted=False))
-            end = mark.stop
-        pieces.append(TextPiece(rendered[end:], is_trusted=True))
-        fragments = (self._nonce[:_FRAGMENT_DIGITS], self._nonce[-_FRAGMENT_DIGITS:])
-        if any(piece.is_trusted and fragment in piece.text for piece in pieces for fragment in fragments):
-            raise InvalidParameterError("chat.messages", "the model's chat template cuts the messages' texts")
-        return _non_empty(pieces)
-
-    def _found(self, rendered: str) -> Iterator[_Mark]:
-        """Yields all marks in order.
-
-        Uses no regular expression: compiling one per conversation took a third of the rendering time.
-        """
-        start = 0
-        while (start := rendered.find(self._nonce, start)) >= 0:
-            stop = start + _NONCE_DIGITS + _INDEX_DIGITS + 1
-            number, kind = rendered[start + _NONCE_DIGITS : stop - 1], rendered[stop - 1 : stop]
-            if number.isdecimal() and kind in (_OPEN, _CLOSE, _WHOLE):
-                yield _Mark(start, stop, number, kind)
-                start = stop
-            else:
-                start += 1
-
-    def _marked(self, text: str, mark: Callable[[str, str], str]) -> str:
-        core = text.strip()
-        if not core:
-            return text
-        start = text.find(core)
-        self._texts.append(core)
-        index = f"{len(self._texts) - 1:0{_INDEX_DIGITS}d}"
-        return text[:start] + mark(index, core) + text[start + len(core) :]
+def _probe() -> list[dict[str, Any]]:
+    """Returns a question, and a call of a function as the answer."""
+    call = {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": PROBE_NAME, "arguments": {PROBE_KEY: PROBE_VALUE}},
+    }
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
-def _non_empty(pieces: list[TextPiece]) -> list[TextPiece]:
-    return [piece for piece in pieces if piece.text]
+def _result(content: str | list[dict[str, str]]) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": "abcdefghi", "name": PROBE_NAME}
 
 
-def _in_parts(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any]:
-    return {"role": message.role.value, "content": [_template_part(part, mark) for part in message.parts]}
-
-
-def _in_text(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any]:
-    """Returns the message with a plain string as content; a user's message or one with images keeps its parts."""
-    texts = [mark(part.text) for part in message.parts if isinstance(part, TextPart)]
-    if message.role is ChatRole.USER or len(texts) < len(message.parts):
-        return _in_parts(message, mark)
-    return {"role": message.role.value, "content": "".join(texts)}
-
-
-def _template_part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str], str]) -> dict[str, str]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": mark(part.text)}
-    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+def _argument_names(source: str) -> frozenset[str]:
+    """Returns the names that a template uses and that transformers does not set."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_GENERATION_TAG.sub("", source))
+    except jinja2.TemplateError:
+        return frozenset()
+    names = jinja2.meta.find_undeclared_variables(tree) - environment.globals.keys() - _SET_BY_TRANSFORMERS
+    return frozenset(name for name in names if not name.endswith("_token"))

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
+from decoder_svc.prompt.chat_tools import ChatTools
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_builder import PromptBuilder
-from decoder_svc.prompt.prompt_spec import ChatPrompt, FileFacts, PromptSpec, TextPart, TextPrompt
+from decoder_svc.prompt.prompt_spec import ChatPrompt, FileFacts, PromptSpec, TextPrompt, texts_of
 from decoder_svc.prompt.sampling_check import (
     CheckedSampling,
     SamplingLimits,
@@ -22,9 +23,10 @@ from decoder_svc.prompt.sampling_check import (
 )
 from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
 from decoder_svc.scheduling.prompt import Prompt
-from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, SamplingParams
+from decoder_svc.tools.answer_reader import AnswerForm
 from lookonce.content_key import Tenant
-from lookonce.errors import located_in_image
+from lookonce.errors import InvalidParameterError, located_in_image
 from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.turns.fair_queue import CallerId
 
@@ -42,6 +44,8 @@ class PreparedRequest:
     # The parameters of `sampling`, with max_tokens limited to the context.
     params: SamplingParams
     sampling: CheckedSampling
+    # How the answer is read; None: all of it is text.
+    form: AnswerForm | None = None
 
     def choice(self, index: int) -> PreparedRequest:
         """Returns the request for the answer with this index, which counts up the seed."""
@@ -56,6 +60,7 @@ class RequestPreparer:
     def __init__(
         self,
         builder: PromptBuilder,
+        tools: ChatTools,
         splitter: VideoSplitter,
         resolver: ImageResolver,
         defaults: GenerationDefaults,
@@ -67,6 +72,7 @@ class RequestPreparer:
     ) -> None:
         """`heard_removal` returns the token of the last removal of images that this process has heard of."""
         self._builder = builder
+        self._tools = tools
         self._splitter = splitter
         self._resolver = resolver
         self._defaults = defaults
@@ -94,12 +100,36 @@ class RequestPreparer:
         Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
         """
         checked = check_sampling(sampling, self._defaults, self._limits)
-        if (constraint := checked.params.constraint) is not None and not self._checker.is_served(constraint):
-            caller = caller_of(tenant, request_id)
-            await self._threads.compile(caller, len(constraint.text), self._checker.check, constraint)
+        caller = caller_of(tenant, request_id)
+        await self._check_constraint(caller, checked.params.constraint)
+        if sampling.constraint is not None and isinstance(spec, ChatPrompt) and spec.shown_tools:
+            raise InvalidParameterError(
+                "chat.tools", f"cannot be combined with sampling.{sampling.constraint.kind.value}"
+            )
         prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
+        form = None
+        if isinstance(spec, ChatPrompt) and sampling.constraint is None:
+            form, constraint = await self._form_of(caller, spec, prompt)
+            if constraint is not None:
+                checked = check_sampling(replace(sampling, constraint=constraint), self._defaults, self._limits)
+                await self._check_constraint(caller, constraint)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
-        return PreparedRequest(prompt, params, checked)
+        return PreparedRequest(prompt, params, checked, form)
+
+    async def _check_constraint(self, caller: CallerId, constraint: Constraint | None) -> None:
+        if constraint is not None and not self._checker.is_served(constraint):
+            await self._threads.compile(caller, len(constraint.text), self._checker.check, constraint)
+
+    async def _form_of(
+        self, caller: CallerId, chat: ChatPrompt, prompt: Prompt
+    ) -> tuple[AnswerForm | None, Constraint | None]:
+        """Returns how the answer is read and what it is bound to."""
+        if not chat.shown_tools:
+            return self._tools.form_of(chat, prompt.token_ids), None
+        cost = sum(map(len, texts_of(chat)))
+        form = await self._threads.compute_text(caller, cost, self._tools.form_of, chat, prompt.token_ids)
+        assert form is not None, "an answer with functions is read"
+        return form, await self._threads.compute_text(caller, cost, self._tools.constraint_of, chat, form)
 
     async def build_prompt(
         self,
@@ -112,6 +142,8 @@ class RequestPreparer:
         # Before anything waits: an image that is removed from here on is stored in no cache.
         removal_token = self._heard_removal()
         self._builder.check(spec)
+        if isinstance(spec, ChatPrompt):
+            self._tools.check(spec)
         caller = caller_of(tenant, request_id)
         videos = await self._split_videos(spec, caller) if isinstance(spec, ChatPrompt) and spec.videos else []
         images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant, request_id)
@@ -141,6 +173,5 @@ def _text_cost(spec: PromptSpec) -> int:
         return len(spec.text)
     if not isinstance(spec, ChatPrompt):
         return len(spec.token_ids)
-    parts = [part for message in spec.messages for part in message.parts]
-    num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
-    return num_chars + _CHARS_PER_PART * (len(spec.messages) + len(parts))
+    num_parts = sum(len(message.parts) for message in spec.messages)
+    return sum(map(len, texts_of(spec))) + _CHARS_PER_PART * (len(spec.messages) + num_parts + len(spec.tools))

@@ -15,10 +15,10 @@ from decoder_svc.prompt.prompt_spec import (
     ChatPrompt,
     ImageSource,
     PromptSpec,
-    TextPart,
     TextPrompt,
     TokenPrompt,
     VideoSource,
+    texts_of,
 )
 from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.prompt.video_frames import SplitVideo
@@ -183,10 +183,9 @@ class PromptBuilder:
         if not spec.messages:
             raise PromptEmptyError("chat.messages is empty; send at least one message")
         for index, message in enumerate(spec.messages):
-            if not message.parts:
+            if not message.parts and not message.calls:
                 raise InvalidParameterError(f"chat.messages[{index}].parts", "must not be empty")
-        parts = (part for message in spec.messages for part in message.parts)
-        self._check_text(part.text for part in parts if isinstance(part, TextPart))
+        self._check_text(texts_of(spec))
 
     def _check_text(self, texts: Iterable[str]) -> None:
         num_chars = sum(map(len, texts))
@@ -221,8 +220,7 @@ class PromptBuilder:
             text = _filled(pieces, self._family.placeholder, [layout.text for layout in layouts])[0].text
             token_ids = self._tokenizer.encode_trusted(text, is_complete=self._family.finish_text is not None)
         else:
-            assert self._template is not None, "check() comes first"
-            pieces = self._filled_chat(self._template.render(spec.messages), layouts, videos)
+            pieces = self._filled_chat(self._rendered(spec), layouts, videos)
             token_ids = self._tokenizer.encode_pieces(pieces)
             if not token_ids:
                 raise PromptEmptyError("the conversation has no token; send some text")
@@ -237,6 +235,10 @@ class PromptBuilder:
             )
         token_ids = list(expanded(token_ids, row_ids, runs))
         return token_ids, _found_spans(token_ids, layouts)
+
+    def _rendered(self, chat: ChatPrompt) -> list[TextPiece]:
+        assert self._template is not None, "check() comes first"
+        return self._template.render(chat.messages, chat.shown_tools, chat.template_arguments)
 
     def _check_embedded(self, spec: PromptSpec, token_ids: set[int]) -> None:
         """Raises InvalidParameterError for ids of the tokenizer that the model has no embedding for."""

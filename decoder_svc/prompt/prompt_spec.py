@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from decoder_svc.tools.tool import Tool, ToolCall, ToolChoice, ToolMode
 from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.image_file import ImageFile, num_file_bytes
 from lookonce.media.image_header import ImageHeader
+
+
+_ANY_TOOL = ToolChoice()
 
 
 class ChatRole(enum.Enum):
@@ -17,6 +22,7 @@ class ChatRole(enum.Enum):
     SYSTEM = "system"
     USER = "user"
     ASSISTANT = "assistant"
+    TOOL = "tool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,12 @@ class ChatMessage:
     role: ChatRole
     # In reading order.
     parts: tuple[TextPart | ImagePart | VideoPart, ...]
+    # Calls of the assistant.
+    calls: tuple[ToolCall, ...] = ()
+    # With TOOL, the id of the call whose result this is.
+    call_id: str = ""
+    # Reasoning of the assistant.
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,15 @@ class ChatPrompt:
     """A conversation, to be rendered by the model's own chat template."""
 
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = _ANY_TOOL
+    # Arguments of the template: a JSON object, as text; empty: none.
+    template_arguments: str = ""
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """The functions that the model sees."""
+        return () if self.tool_choice.mode is ToolMode.NONE else self.tools
 
     @property
     def visuals(self) -> tuple[ImageSource | VideoSource, ...]:
@@ -160,3 +181,14 @@ def num_inline_bytes(spec: PromptSpec) -> int:
     videos = spec.videos if isinstance(spec, ChatPrompt) else ()
     frames = sum(len(frame.data or b"") for video in videos for frame in video.frames)
     return frames + sum(num_file_bytes(source.data) for source in spec.images if isinstance(source, InlineImage))
+
+
+def texts_of(chat: ChatPrompt) -> Iterator[str]:
+    """Yields all texts of a conversation and of its functions."""
+    for tool in chat.tools:
+        yield from (tool.name, tool.description, tool.parameters)
+    for message in chat.messages:
+        yield from (part.text for part in message.parts if isinstance(part, TextPart))
+        yield from (call.arguments for call in message.calls)
+        yield message.reasoning
+    yield chat.template_arguments

@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from decoder_svc.constraint.folder_vocabulary import is_masked
 from lookonce.errors import InvalidParameterError, ModelFolderError
 from lookonce.logs import get_logger
 from lookonce.model.rust_panics import call_rust
@@ -51,6 +52,10 @@ class TextTokenizer:
         self._aliased = _AliasedTokenizer(state)
         # Ids that are omitted from generated text.
         self.special_token_ids = frozenset(token["id"] for token in state["added_tokens"] if token["special"])
+        # Control tokens for structured output, by their text; `tokenizer_vocabulary` gives the same ones other names.
+        self._masked_ids = {
+            str(token["content"]): int(token["id"]) for token in state["added_tokens"] if is_masked(token)
+        }
         vocabulary = self.backend.get_vocab()
         self._ids = frozenset(vocabulary.values())
         # Characters of the longest token. Gives a lower bound for the number of tokens of a text.
@@ -73,6 +78,10 @@ class TextTokenizer:
         """
         has_bos = bool(pieces) and pieces[0].is_trusted and self._has_bos(pieces[0].text)
         return self._aliased.encode(pieces, add_special_tokens=not has_bos)
+
+    def control_id(self, text: str) -> int | None:
+        """Returns the id of a text that is a control token for structured output; None for any other text."""
+        return self._masked_ids.get(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of ids from the vocabulary; incomplete characters become U+FFFD.

@@ -18,6 +18,8 @@ class ConstraintKind(enum.Enum):
     GRAMMAR = "grammar"
     JSON_OBJECT = "json_object"
     CHOICE = "choice"
+    # Has no field: the prompt's functions are the constraint.
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class Constraint:
     """The form that an answer must have."""
 
     kind: ConstraintKind
-    # A JSON schema, a regular expression that matches the whole answer, a grammar in Lark's notation, or the texts of
-    # which the answer is one, as a JSON list; empty for any JSON object.
+    # A JSON schema, a regular expression that matches the whole answer, a grammar in Lark's notation, a JSON list of the
+    # texts of which the answer is one, or what tools/call_grammar.py writes; empty for any JSON object.
     text: str
 
 
