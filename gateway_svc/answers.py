@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lookonce import AsyncClient
-from lookonce.generation import GenerateOptions, Generation, Prompt, TokenLogprobs, Usage
+from lookonce.generation import Delta, GenerateOptions, Generation, Prompt, TokenLogprobs, Usage
 
 _SEEDS = 1 << 64
 # Leaves room for the number of the answer in the 128 characters of a request id.
@@ -45,10 +45,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of one answer."""
+    """New text, reasoning and calls of one answer."""
 
     index: int
-    text: str
+    delta: Delta
     # One entry for each token since the piece before, if asked for.
     logprobs: tuple[TokenLogprobs, ...]
     # Token accounting of the answer up to this piece.
@@ -61,7 +61,7 @@ class End:
 
     index: int
     generation: Generation
-    # Those of the tokens after the last piece: they have no text.
+    # Those of the tokens after the last piece: they added nothing to the answer.
     logprobs: tuple[TokenLogprobs, ...]
 
     @property
@@ -99,10 +99,10 @@ async def _events(
 ) -> AsyncGenerator[Event]:
     num_sent = 0
     async with client.stream(ask.prompt_of(index), **ask.options_of(index, request_id, timeout_s)) as stream:
-        async for text in stream:
+        async for delta in stream.deltas():
             logprobs = tuple(stream.logprobs[num_sent:])
             num_sent += len(logprobs)
-            yield Piece(index, text, logprobs, stream.usage_so_far)
+            yield Piece(index, delta, logprobs, stream.usage_so_far)
         yield End(index, stream.generation, tuple(stream.logprobs[num_sent:]))
 
 

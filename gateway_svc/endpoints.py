@@ -85,7 +85,7 @@ class Endpoints:
                 token_texts=functools.partial(self._backend.token_texts, client),
                 created=now(),
             )
-            asking = api.ask(self._fetcher(share, key), info.max_images_per_prompt)
+            asking = api.ask(self._fetcher(share, key), info)
             ask = await while_connected(request.receive, self._interruptions, asking)
             try:
                 if not api.streams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lookonce.errors import LookonceError
@@ -58,7 +58,8 @@ _PLAIN_TEXTS: Mapping[str, str] = {
 _OTHER_TEXT = "the decoder answered with an error that is not for callers"
 # Fields of the contract of decoders, as errors name them.
 _CONTRACT_FIELD = re.compile(r"(?:sampling|chat|text|images|prompt)\b[\w.\[\]]*")
-_INDEX = re.compile(r"images\[(\d+)\]")
+_IMAGE = re.compile(r"images\[\d+\]")
+_COMPONENT = re.compile(r"\.\w+")
 
 
 def status_of(error: LookonceError) -> int:
@@ -102,25 +103,29 @@ def presentable(error: LookonceError) -> LookonceError:
     return plain
 
 
-def renamed(error: LookonceError, names: Mapping[str, str], images: Sequence[str]) -> LookonceError:
+def renamed(error: LookonceError, names: Mapping[str, str]) -> LookonceError:
     """Returns an error of the decoder with the name that the caller's request has for the field.
 
-    `names` maps a name of the decoder (`max_tokens`, without `sampling.`) to the caller's name. `images` has the place
-    of each image in the caller's request.
+    `names` has the caller's name by that of the decoder, without `sampling.`: of fields (`max_tokens`), of places in
+    them (`chat.messages[3]`), and of what may follow those (`.arguments`).
     """
     field = error.metadata.get("field") or error.message.partition(": ")[0]
     if not _CONTRACT_FIELD.fullmatch(field):
         return error
-    image = _INDEX.match(field)
-    if image is not None and int(image[1]) < len(images):
-        own = images[int(image[1])]
-    else:
-        short = field.removeprefix("sampling.")
-        base, bracket, rest = short.partition("[")
-        own = names.get(base, base) + bracket + rest
+    own = _own_name(field.removeprefix("sampling."), names)
     changed = LookonceError(f"{own}: {error.message.removeprefix(f'{field}: ')}", metadata={"field": own})
     changed.code, changed.reason, changed.retry_after_s = error.code, error.reason, error.retry_after_s
     return changed
+
+
+def _own_name(field: str, names: Mapping[str, str]) -> str:
+    """Returns the caller's name of a field: that of the longest known beginning, and of what follows it."""
+    for end in range(len(field), 0, -1):
+        if field[end : end + 1] in ("", ".", "[") and field[:end] in names:
+            # Requests say nothing else of an image than its place.
+            rest = "" if _IMAGE.fullmatch(field[:end]) else field[end:]
+            return names[field[:end]] + _COMPONENT.sub(lambda found: names.get(found[0], found[0]), rest)
+    return field
 
 
 def _entry(error: LookonceError) -> tuple[int, str]:

@@ -16,6 +16,7 @@ __all__ = [
     "Choice",
     "Client",
     "DecoderLoad",
+    "Delta",
     "Encoding",
     "GenerateOptions",
     "Generation",
@@ -27,6 +28,9 @@ __all__ = [
     "TextPrompt",
     "TextStream",
     "TokenizedPrompt",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "Video",
     "__version__",
@@ -41,7 +45,18 @@ if TYPE_CHECKING:
     from lookonce.client import Client, TextStream
     from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
     from lookonce.errors import LookonceError
-    from lookonce.generation import Choice, GenerateOptions, Generation, Message, TextPrompt, Usage
+    from lookonce.generation import (
+        Choice,
+        Delta,
+        GenerateOptions,
+        Generation,
+        Message,
+        TextPrompt,
+        Tool,
+        ToolCall,
+        ToolCallDelta,
+        Usage,
+    )
     from lookonce.images import Encoding, ImageRef
     from lookonce.sdk.image_fetcher import ImageFetcher
     from lookonce.videos import Video
@@ -56,6 +71,7 @@ else:
         "Choice": "generation",
         "Client": "client",
         "DecoderLoad": "decoder_info",
+        "Delta": "generation",
         "Encoding": "images",
         "GenerateOptions": "generation",
         "Generation": "generation",
@@ -67,6 +83,9 @@ else:
         "TextPrompt": "generation",
         "TextStream": "client",
         "TokenizedPrompt": "decoder_info",
+        "Tool": "generation",
+        "ToolCall": "generation",
+        "ToolCallDelta": "generation",
         "Usage": "generation",
         "Video": "videos",
     }

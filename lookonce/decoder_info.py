@@ -42,6 +42,10 @@ class ModelInfo:
     # Number of KV blocks, and tokens in each.
     num_kv_blocks: int
     block_size: int
+    # Name of the form in which the model writes calls of functions; empty: its chat template knows none.
+    tool_format: str = ""
+    # Names that `template_arguments` may have.
+    template_arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, TypedDict
 from lookonce.images import ImageLike, NonTextImage
 from lookonce.videos import Video
 
-Role: TypeAlias = Literal["system", "user", "assistant"]
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 TokenLogprobs: TypeAlias = "tuple[tuple[int, float], ...]"
 """Token ids and natural-log probabilities at the place of one generated token: the sampled one, then the likeliest."""
 Part: TypeAlias = "str | Video | NonTextImage"
@@ -18,12 +18,65 @@ Part: TypeAlias = "str | Video | NonTextImage"
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. The program calls it, and answers with a message of the role "tool"."""
+
+    # 1 to 64 characters of [A-Za-z0-9._-].
+    name: str
+    # Text by which the model decides when and how to call it.
+    description: str = ""
+    # JSON schema of the arguments, which are an object: as text or as objects of Python. None: no arguments.
+    parameters: str | Mapping[str, object] | None = None
+    # Whether arguments must conform to the schema even where the model is free to call the function or not.
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by the model."""
+
+    # The message with the result has the same id.
+    id: str
+    name: str
+    # A JSON object, as text. The model wrote it, so it may be none, unless the call was forced.
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of a call, as it is generated."""
+
+    # Index of the call in its answer.
+    index: int
+    # New text of the arguments.
+    arguments: str
+    # Id and function of the call; set in its first part.
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one message of a stream adds to an answer."""
+
+    text: str = ""
+    # Reasoning of the model before its answer, if it marks that.
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat."""
 
     role: Role
-    # A text, or a list of texts, images and videos in reading order.
-    content: str | Sequence[Part]
+    # A text, or a list of texts, images and videos in reading order. May be empty beside `tool_calls`.
+    content: str | Sequence[Part] = ""
+    # With the role "assistant": calls of functions, and the reasoning before the answer.
+    tool_calls: Sequence[ToolCall] = ()
+    reasoning: str = ""
+    # With the role "tool": the id of the call whose result this is.
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +124,13 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str | None
     json_object: bool | None
     choice: Sequence[str] | None
+    # Functions that the model may call, and whether it does: "auto", "none", "required", or the name of one. With
+    # `parallel_tool_calls` False an answer ends behind its first call. For chats only.
+    tools: Sequence[Tool] | None
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
+    # Arguments of the model's chat template, such as {"enable_thinking": False}.
+    template_arguments: Mapping[str, object] | None
     # Number of answers, 1 to 128; `stream` gives one. They share the prompt, and answer i has the seed `seed` + i.
     n: int | None
     # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
@@ -116,10 +176,19 @@ class Choice:
     text: str
     # Generated token ids.
     token_ids: tuple[int, ...]
-    # "stop": end of sequence or a stop string; "length": max_tokens; "abort": aborted.
+    # "stop": end of sequence or a stop string; "length": max_tokens; "tool_calls": by itself, with calls of functions;
+    # "abort": aborted.
     finish_reason: FinishReason
     # Entry i belongs to token_ids[i]; empty unless asked for.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    # Reasoning of the model before its answer, if it marks that.
+    reasoning: str = ""
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message for the next turn."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +198,8 @@ class Generation:
     text: str
     # Generated token ids.
     token_ids: tuple[int, ...]
-    # "stop": end of sequence or a stop string; "length": max_tokens; "abort": aborted.
+    # "stop": end of sequence or a stop string; "length": max_tokens; "tool_calls": by itself, with calls of functions;
+    # "abort": aborted.
     finish_reason: FinishReason
     usage: Usage
     # The request's id, for logs and AbortRequest.
@@ -138,3 +208,11 @@ class Generation:
     logprobs: tuple[TokenLogprobs, ...] = ()
     # The answers behind this one, if more than one was asked for. `usage` counts the prompt once and all their tokens.
     others: tuple[Choice, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    # Reasoning of the model before its answer, if it marks that.
+    reasoning: str = ""
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message for the next turn."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)

@@ -53,9 +53,8 @@ def _template(call: str, between: str = "", before: str = "", behind: str = "") 
     {{%- if message.role == 'assistant' -%}}{{{{- eos_token -}}}}{{%- endif -%}}
   {{%- endif -%}}
 {{%- endfor -%}}
-{{#- Reasoning stands between <think> and </think>. -#}}
 """
-    return _HEAD + _FUNCTIONS + messages + _TAIL
+    return _HEAD + _FUNCTIONS + messages + "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 
 
 TEMPLATES: Mapping[str, str] = {
@@ -107,6 +106,14 @@ TEMPLATES: Mapping[str, str] = {
     ),
 }
 """By the name of the form in which they write calls."""
+
+
+def with_reasoning(template: str) -> str:
+    """Returns a template that knows reasoning and begins it if it is told to."""
+    return template + (
+        "{#- Reasoning stands between <think> and </think>. -#}"
+        "{%- if add_generation_prompt and enable_thinking -%}{{- '<think>\\n' -}}{%- endif -%}"
+    )
 
 
 def tool_folder(target: pathlib.Path, template: str, names: Mapping[str, str] | None = None) -> pathlib.Path:

@@ -71,6 +71,7 @@ class GeneratedText:
             # The filter sees no text of the first tokens and holds none.
             return self._read(text, parts)
         filtered = self._filter.push(text)
+        parts.is_cut = filtered.is_stopped
         return self._read(filtered.text, parts) or filtered.is_stopped
 
     def _read(self, text: str, parts: _Parts) -> bool:
@@ -80,6 +81,10 @@ class GeneratedText:
         read = self._reader.push(text)
         parts.add(read)
         return read.is_ended
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._reader is not None and self._reader.has_calls
 
     def _increment(
         self, parts: _Parts, output: RequestOutput, num_tokens: int, reason: FinishReason | None
@@ -93,7 +98,7 @@ class GeneratedText:
             reason,
             "".join(parts.reasoning),
             tuple(parts.calls),
-            ends_with_calls=reason is FinishReason.STOP and self._reader is not None and self._reader.has_calls,
+            ends_with_calls=reason is FinishReason.STOP and not parts.is_cut and self._has_calls,
         )
 
 
@@ -104,7 +109,10 @@ class _Parts:
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
+    # Whether the answer ends behind its only call.
     is_ended: bool = False
+    # Whether a stop string has cut it off.
+    is_cut: bool = False
 
     def add(self, read: ReadAnswer) -> None:
         """Adds what was read of the answer."""

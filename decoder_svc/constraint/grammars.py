@@ -118,6 +118,8 @@ class Grammars:
         except RefusedConstraintError as error:
             if constraint.kind is ConstraintKind.JSON_SCHEMA:
                 raise self._with_place(constraint, str(error)) from None
+            if constraint.kind is ConstraintKind.TOOL_CALLS:
+                self._check_schemas(constraint)
             raise
         self._keep(constraint, matcher.deep_copy())
         return matcher
@@ -141,6 +143,15 @@ class Grammars:
         except (ValueError, RecursionError):
             return RefusedConstraintError(reason)
         return RefusedConstraintError(f"{reason} (at {place})" if place else reason)
+
+    def _check_schemas(self, constraint: Constraint) -> None:
+        """Raises RefusedConstraintError for the schema because of which a grammar of calls is refused."""
+        for place, schema in json.loads(constraint.text)["schemas"]:
+            alone = Constraint(ConstraintKind.JSON_SCHEMA, schema)
+            try:
+                self._compiled(alone)
+            except RefusedConstraintError as error:
+                raise RefusedConstraintError(f"{place}: {self._with_place(alone, str(error))}") from None
 
     def _keep(self, constraint: Constraint, matcher: LLMatcher) -> None:
         with self._lock:
@@ -198,15 +209,12 @@ def _grammar_of_calls(text: str) -> str:
     """Returns the grammar of an answer with calls, and the schemas in it. Raises RefusedConstraintError."""
     parts = json.loads(text)
     rules = [parts["grammar"]]
-    for index, (place, schema) in enumerate(parts["schemas"]):
+    for index, (_, schema) in enumerate(parts["schemas"]):
         try:
             checked = parsed_schema(schema)
-        except json.JSONDecodeError as error:
-            raise RefusedConstraintError(f"{place} is no JSON: {error}") from None
-        except RecursionError:
-            raise RefusedConstraintError(f"{place} is nested too deeply") from None
-        except ValueError as error:
-            raise RefusedConstraintError(f"{place}: {error}") from None
+        except (ValueError, RecursionError):
+            # `_check_schemas` finds the reason and its place.
+            raise RefusedConstraintError("a schema cannot be served") from None
         rules.append(f"json_{index}: %json {json.dumps({**checked, 'x-guidance': _JSON_OPTIONS})}")
     return "\n".join(rules)
 

@@ -100,18 +100,15 @@ class ChatTemplate:
             )
         values = self._arguments(arguments)
         try:
-            forms = [
-                TemplateForm(messages, tools, has_text_results=self._has_text_results, in_text=in_text)
-                for in_text in (False, True)
-            ]
-            texts = list(forms[0].values())
+            form = TemplateForm(messages, tools, has_text_results=self._has_text_results)
+            texts = list(form.values())
             marks = TextMarks(texts)
-            pieces = marks.bordered_pieces(self._rendered(forms, marks, marks.bordered, values))
+            pieces = marks.bordered_pieces(self._rendered(form, marks, marks.bordered, values))
             if pieces is not None:
                 return pieces
             # The template cut a text, for example to drop reasoning: render again with marks in place of texts.
             marks = TextMarks(texts)
-            return marks.whole_pieces(self._rendered(forms, marks, marks.whole, values))
+            return marks.whole_pieces(self._rendered(form, marks, marks.whole, values))
         except RecursionError:
             raise InvalidParameterError("chat.tools", "a schema or an argument is nested too deeply") from None
 
@@ -137,15 +134,15 @@ class ChatTemplate:
         return values
 
     def _rendered(
-        self, forms: Sequence[TemplateForm], marks: TextMarks, mark: Callable[[str], str], values: dict[str, Any]
+        self, form: TemplateForm, marks: TextMarks, mark: Callable[[str], str], values: dict[str, Any]
     ) -> str:
-        in_parts, in_text = forms
+        functions = form.functions(marks)
         try:
             try:
-                return self._apply(in_parts.conversation(marks, mark), in_parts.functions(marks), values)
+                return self._apply(form.conversation(marks, mark, in_text=False), functions, values)
             except TypeError:
                 # Some templates expect system and assistant messages as strings (Pixtral's does).
-                return self._apply(in_text.conversation(marks, mark), in_text.functions(marks), values)
+                return self._apply(form.conversation(marks, mark, in_text=True), functions, values)
         except TEMPLATE_ERRORS as error:
             # Exactly TemplateError: the template's author wrote the message. A subclass: Jinja did, and it stays here.
             reason = str(error) if type(error) is jinja2.TemplateError else "it could not be rendered"

@@ -12,7 +12,6 @@ from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.image_file import ImageFile, num_file_bytes
 from lookonce.media.image_header import ImageHeader
 
-
 _ANY_TOOL = ToolChoice()
 
 

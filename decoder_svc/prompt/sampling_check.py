@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from decoder_svc.constraint.constraint_checker import field_of
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 from lookonce.model.generation_defaults import GenerationDefaults
@@ -129,7 +130,7 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
 def _check_constraint(spec: SamplingSpec) -> None:
     if spec.constraint is None:
         return
-    name = f"sampling.{spec.constraint.kind.value}"
+    name = field_of(spec.constraint)
     is_empty = not spec.constraint.text and spec.constraint.kind is not ConstraintKind.JSON_OBJECT
     if is_empty or len(spec.constraint.text) > MAX_CONSTRAINT_CHARS:
         raise InvalidParameterError(

@@ -33,13 +33,10 @@ _ID_CHARS = string.ascii_letters + string.digits
 class TemplateForm:
     """Converts the messages of one conversation for a template."""
 
-    def __init__(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, has_text_results: bool, in_text: bool
-    ) -> None:
-        """Raises InvalidParameterError for parameters and arguments that are no JSON objects.
+    def __init__(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, has_text_results: bool) -> None:
+        """`has_text_results`: the template takes results of functions as texts.
 
-        `has_text_results`: the template takes results of functions as texts. `in_text`: it takes all messages as texts,
-        but those of users or with images.
+        Raises InvalidParameterError for parameters and arguments that are no JSON objects.
         """
         self._messages = messages
         self._tools = [(tool, _object(f"chat.tools[{i}].parameters", tool.parameters)) for i, tool in enumerate(tools)]
@@ -50,7 +47,6 @@ class TemplateForm:
         }
         self._name_of = {call.id: call.name for message in messages for call in message.calls}
         self._has_text_results = has_text_results
-        self._in_text = in_text
 
     def values(self) -> Iterator[str]:
         """Yields all texts that are part of data."""
@@ -76,14 +72,17 @@ class TemplateForm:
         ]
         return functions or None
 
-    def conversation(self, marks: TextMarks, mark: Callable[[str], str]) -> list[dict[str, Any]]:
-        """Returns the messages. `mark` marks their texts, and `marks` those of data."""
-        return [self._message(index, message, marks, mark) for index, message in enumerate(self._messages)]
+    def conversation(self, marks: TextMarks, mark: Callable[[str], str], *, in_text: bool) -> list[dict[str, Any]]:
+        """Returns the messages. `mark` marks their texts, and `marks` those of data.
+
+        With `in_text`, a message is one text, unless it is a user's or has images.
+        """
+        return [self._message(index, message, marks, mark, in_text) for index, message in enumerate(self._messages)]
 
     def _message(
-        self, index: int, message: ChatMessage, marks: TextMarks, mark: Callable[[str], str]
+        self, index: int, message: ChatMessage, marks: TextMarks, mark: Callable[[str], str], in_text: bool
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {"role": message.role.value, "content": self._content(message, mark)}
+        found: dict[str, Any] = {"role": message.role.value, "content": self._content(message, mark, in_text)}
         if message.reasoning:
             found["reasoning_content"] = mark(message.reasoning)
         if message.calls:
@@ -105,12 +104,12 @@ class TemplateForm:
             }
         return found
 
-    def _content(self, message: ChatMessage, mark: Callable[[str], str]) -> str | list[dict[str, str]]:
+    def _content(self, message: ChatMessage, mark: Callable[[str], str], in_text: bool) -> str | list[dict[str, str]]:
         texts = [mark(part.text) for part in message.parts if isinstance(part, TextPart)]
         is_text = len(texts) == len(message.parts) and (
             not message.parts
             or (message.role is ChatRole.TOOL and self._has_text_results)
-            or (message.role is not ChatRole.USER and self._in_text)
+            or (message.role is not ChatRole.USER and in_text)
         )
         return "".join(texts) if is_text else [_part(part, mark) for part in message.parts]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from decoder_svc.prompt.text_tokenizer import TextPiece
@@ -49,7 +49,7 @@ class TextMarks:
         return self._marked(text, lambda index, core: f"{self._nonce}{index}{_WHOLE}")
 
     def bordered_pieces(self, rendered: str) -> list[TextPiece] | None:
-        """Splits a string rendered from bordered texts into pieces; None if a text lost one of its two marks."""
+        """Splits a string rendered from bordered texts into pieces; None if a text lost a part of its two marks."""
         pieces: list[TextPiece] = []
         end, opened = 0, None
         for mark in self._found(rendered):
@@ -59,7 +59,8 @@ class TextMarks:
             end, opened = mark.stop, mark.number if mark.kind == _OPEN else None
         if opened is not None:
             return None
-        return _non_empty([*pieces, TextPiece(rendered[end:], is_trusted=True)])
+        pieces.append(TextPiece(rendered[end:], is_trusted=True))
+        return None if self._has_fragments(pieces) else _non_empty(pieces)
 
     def whole_pieces(self, rendered: str) -> list[TextPiece]:
         """Splits a string rendered from marks in place of texts, and values between marks, into pieces.
@@ -78,10 +79,14 @@ class TextMarks:
         if opened is not None:
             raise _cut()
         pieces.append(TextPiece(rendered[end:], is_trusted=True))
-        fragments = (self._nonce[:_FRAGMENT_DIGITS], self._nonce[-_FRAGMENT_DIGITS:])
-        if any(piece.is_trusted and fragment in piece.text for piece in pieces for fragment in fragments):
+        if self._has_fragments(pieces):
             raise _cut()
         return _non_empty(pieces)
+
+    def _has_fragments(self, pieces: Sequence[TextPiece]) -> bool:
+        """Whether the template's text has a part of a mark."""
+        fragments = (self._nonce[:_FRAGMENT_DIGITS], self._nonce[-_FRAGMENT_DIGITS:])
+        return any(piece.is_trusted and fragment in piece.text for piece in pieces for fragment in fragments)
 
     def _found(self, rendered: str) -> Iterator[_Mark]:
         """Yields all marks in order.

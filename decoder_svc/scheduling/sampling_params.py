@@ -27,8 +27,8 @@ class Constraint:
     """The form that an answer must have."""
 
     kind: ConstraintKind
-    # A JSON schema, a regular expression that matches the whole answer, a grammar in Lark's notation, a JSON list of the
-    # texts of which the answer is one, or what tools/call_grammar.py writes; empty for any JSON object.
+    # A JSON schema, a regular expression that matches the whole answer, a grammar in Lark's notation, a JSON list of
+    # the texts of which the answer is one, or what tools/call_grammar.py writes; empty for any JSON object.
     text: str
 
 

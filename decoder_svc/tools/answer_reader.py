@@ -69,6 +69,8 @@ class AnswerReader:
         # Text that has been read and not given out.
         self._held = ""
         self._call: CallReader | None = None
+        # White space before the present call, which counts if it turns out to be none.
+        self._gap = ""
         self._num_calls = 0
         # Whether any of the reasoning has been given out.
         self._has_reasoning = False
@@ -180,7 +182,9 @@ class AnswerReader:
         begin = functions.form.begin
         start = self._held.find(begin)
         if start >= 0:
-            read.text += self._held[:start].rstrip()
+            text = self._held[:start].rstrip()
+            read.text += text
+            self._gap = self._held[len(text) : start]
             self._held = self._held[start + len(begin) :]
             self._begin_call(functions)
             return True
@@ -213,10 +217,10 @@ class AnswerReader:
         self._held = call.rest + self._held
         if call.is_refused:
             # The mark was text, and what follows is text up to the next one.
-            read.text += call.functions.form.begin
-            self._place = _Place.TEXT
+            read.text += self._gap + call.functions.form.begin
+            self._gap, self._place = "", _Place.TEXT
             return True
-        self._place = _Place.GAP
+        self._gap, self._place = "", _Place.GAP
         read.is_ended = self._form.is_single_call
         return True
 

@@ -29,7 +29,7 @@ class _Grammar:
     # Returns the id of a control token, or None for any other text.
     control_id: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
-    # JSON schemas of the rules json_0, json_1, …: the place of each in the request, and its text.
+    # JSON schemas of the rules json_0, json_1, …: the place of each in `chat.tools`, and its text.
     schemas: list[tuple[str, str]] = field(default_factory=list)
     control_ids: list[int] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class _Grammar:
 
     def json(self, place: str, schema: Mapping[str, Any]) -> str:
         """Returns the name of a new rule for JSON."""
-        self.schemas.append((place, json.dumps(schema)))
+        self.schemas.append((place.removeprefix("chat.tools"), json.dumps(schema)))
         return f"json_{len(self.schemas) - 1}"
 
     def rule(self, name: str, expression: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Never
 
-from decoder_svc.tools.call_values import NoCallError, marked_call, python_calls, tagged_call
+from decoder_svc.tools.call_values import NoCallError, json_of, marked_call, python_calls, tagged_call
 from decoder_svc.tools.json_scanner import JsonScanner
 from decoder_svc.tools.tool import CallDelta
 from decoder_svc.tools.tool_formats import CallStyle, ToolFormat
@@ -55,21 +55,27 @@ class CallReader:
     # Set at the end: the text behind the call, or all text if this is no call.
     rest: str | None = None
     is_refused: bool = False
+    # The text so far. Arguments that have been given out are not in it.
     _text: str = ""
-    # Length of `_text` that the scanner has read, and the index of the arguments in it once their call is known.
+    _is_begun: bool = False
+    # Whether the arguments go out as they come; `_text` then begins with what has not gone out.
+    _is_streaming: bool = False
+    # Length of `_text` that the scanner has read, and the index behind the last bracket in it.
     _num_scanned: int = 0
-    _arguments_start: int | None = None
-    _scanner: JsonScanner = field(default_factory=JsonScanner)
     _json_end: int | None = None
+    _scanner: JsonScanner = field(default_factory=JsonScanner)
 
     def push(self, text: str) -> None:
         """Reads the next piece of the answer."""
         self._text += text
         style = self.functions.form.style
-        visible = self._text.lstrip()[:1]
-        if visible and visible != _FIRST.get(style, visible):
-            self._refuse()
-            return
+        if not self._is_begun:
+            visible = self._text.lstrip()[:1]
+            self._is_begun = bool(visible)
+            if visible != _FIRST.get(style, visible):
+                if visible:
+                    self._refuse()
+                return
         match style:
             case CallStyle.JSON | CallStyle.NAME_AND_JSON:
                 self._read_json()
@@ -93,26 +99,29 @@ class CallReader:
             self._end_text(len(self._text), len(self._text))
         elif self._json_end is not None:
             self._end_json(is_last=True)
-        elif self._arguments_start is not None:
+        elif self._is_streaming:
             # Its arguments are incomplete, as is the answer.
             self.rest = ""
         else:
             self._refuse()
 
     def _read_json(self) -> None:
-        if self._arguments_start is None:
+        if not self._is_streaming:
             if self.functions.form.style is CallStyle.JSON:
                 self._find_head()
             elif not self._find_name():
                 return
-        start = self._num_scanned if self._arguments_start is None else max(self._num_scanned, self._arguments_start)
         self._scan()
-        if self._arguments_start is not None:
-            stop = len(self._text) if self._json_end is None else self._json_end
-            if stop > start:
-                self.deltas.append(CallDelta(self.index, self._text[start:stop]))
-        if self._json_end is not None:
+        if self._is_streaming and self._json_end is None:
+            self._give_out(len(self._text))
+        elif self._json_end is not None:
             self._end_json()
+
+    def _give_out(self, count: int) -> None:
+        """Gives out the next characters of the arguments."""
+        if count:
+            self.deltas.append(CallDelta(self.index, self._text[:count]))
+        self._text, self._num_scanned = self._text[count:], self._num_scanned - count
 
     def _find_head(self) -> None:
         """Finds the name before the arguments. The usual order of keys lets the arguments go out as they come."""
@@ -137,9 +146,9 @@ class CallReader:
 
     def _begin(self, name: str, arguments_start: int) -> None:
         self.deltas.append(CallDelta(self.index, "", _new_id(), name))
-        self._arguments_start = arguments_start
+        self._is_streaming = True
         # The scanner reads the arguments alone.
-        self._scanner, self._num_scanned = JsonScanner(), arguments_start
+        self._text, self._scanner, self._num_scanned = self._text[arguments_start:], JsonScanner(), 0
 
     def _scan(self) -> None:
         if self._json_end is None:
@@ -151,19 +160,23 @@ class CallReader:
     def _end_json(self, *, is_last: bool = False) -> None:
         """Ends behind the JSON and the format's own end, if the text goes on with it."""
         assert self._json_end is not None, "the JSON has ended"
-        form, end = self.functions.form, self._json_end
-        if self._arguments_start is not None and form.style is CallStyle.JSON:
+        form = self.functions.form
+        if self._is_streaming:
+            self._give_out(self._json_end)
+            self._json_end = 0
+        end = self._json_end
+        if self._is_streaming and form.style is CallStyle.JSON:
             # The arguments have ended, and the object around them goes on.
-            behind_object = JsonScanner(depth=1).end_in(self._text[end:])
+            behind_object = JsonScanner(depth=1).end_in(self._text)
             if behind_object is None:
                 self.rest = "" if is_last else None
                 return
-            end += behind_object
+            end = behind_object
         behind = self._text[end:].lstrip()
         if not is_last and len(behind) < len(form.end) and form.end.startswith(behind):
             return
         rest = behind.removeprefix(form.end)
-        if self._arguments_start is not None:
+        if self._is_streaming:
             self.rest = rest
             return
         try:
@@ -215,7 +228,7 @@ class CallReader:
             arguments = _json(arguments)
         if not isinstance(arguments, dict):
             raise NoCallError
-        return name, json.dumps(arguments, ensure_ascii=False)
+        return name, json_of(arguments)
 
     def _give(self, name: str, arguments: str) -> None:
         self.deltas.append(CallDelta(self.index, arguments, _new_id(), name))

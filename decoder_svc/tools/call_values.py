@@ -20,6 +20,19 @@ class NoCallError(ValueError):
     """A text that has not the form of a call."""
 
 
+def json_of(arguments: Mapping[Any, Any]) -> str:
+    """Returns arguments as JSON. Raises NoCallError for numbers that JSON has not."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        # Halves of surrogate pairs can only be written as escapes.
+        return json.dumps(arguments)
+    except ValueError as error:
+        raise NoCallError from error
+    return text
+
+
 def tagged_call(text: str, form: ToolFormat, types: Mapping[str, Mapping[str, frozenset[str]]]) -> tuple[str, str]:
     """Returns name and arguments of a call whose arguments have tags of their own. Raises NoCallError.
 
@@ -45,7 +58,7 @@ def tagged_call(text: str, form: ToolFormat, types: Mapping[str, Mapping[str, fr
         if not value_begin:
             value = value.removeprefix("\n").removesuffix("\n")
         arguments[key.strip()] = _typed(value, types.get(name, {}).get(key.strip(), frozenset()))
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, json_of(arguments)
 
 
 def _halves(key_end: str) -> tuple[str, str]:
@@ -85,7 +98,7 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
     arguments = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
     if None in arguments:
         raise NoCallError
-    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ast.unparse(node.func), json_of(arguments)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -120,7 +133,7 @@ def marked_call(text: str, form: ToolFormat) -> tuple[str, str]:
     value, rest = _MarkedReader(form.mark).read(text[len(head) :], 0)
     if rest.strip() or not isinstance(value, dict):
         raise NoCallError
-    return name, json.dumps(value, ensure_ascii=False)
+    return name, json_of(value)
 
 
 class _MarkedReader:

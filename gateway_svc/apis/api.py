@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from gateway_svc.answers import Ask
 from gateway_svc.apis.content import RemoteImage
 from lookonce import AsyncClient
+from lookonce.decoder_info import ModelInfo
 from lookonce.errors import LookonceError
 from lookonce.images import ImageRef
 
@@ -47,8 +48,11 @@ class ApiRequest(Protocol):
         """Images that must be fetched."""
         ...
 
-    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
-        """Returns the request for the decoder, with fetched images."""
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], info: ModelInfo) -> Ask:
+        """Returns the request for a decoder of this model, with fetched images.
+
+        Raises InvalidParameterError and UnsupportedError for what the model does not have.
+        """
         ...
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:

@@ -9,39 +9,34 @@ from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.content import (
-    Part,
-    RemoteImage,
-    Turn,
-    check_size,
-    image_part,
-    image_places,
-    part_fields,
-    remote_images,
-    role_of,
-    turn_of,
-    with_images,
-)
+from gateway_svc.apis.chat_messages import MESSAGES_NOTE, chat_turns
+from gateway_svc.apis.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import chat_logprobs
+from gateway_svc.apis.model_options import (
+    EFFORT_NOTE,
+    TEMPLATE_ARGUMENTS,
+    TEMPLATE_FIELD,
+    ModelOptions,
+    reasoning_of_effort,
+    template_arguments,
+)
 from gateway_svc.apis.sampling import SAMPLING, num_answers, sampling_options
+from gateway_svc.apis.tools import PARALLEL_NOTE, TOOLS_NOTE, chat_tools
 from gateway_svc.apis.usage import StreamedUsage, UsageOptions, chat_usage
 from gateway_svc.errors import body_of, renamed
+from lookonce.decoder_info import ModelInfo
 from lookonce.errors import LookonceError
-from lookonce.generation import GenerateOptions, TokenLogprobs
+from lookonce.generation import Delta, GenerateOptions, Generation, TokenLogprobs, ToolCallDelta
 from lookonce.images import ImageRef
 
 CHAT_FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "The served name; any other one is `model_not_found`."),
-    "messages": Field(
-        "honoured",
-        "Roles system, developer (as system), user, assistant. Parts `text` and `image_url`, with a data URL or an "
-        "address, and `detail`: `low` means at most 262,144 pixels, and is refused by models with images of one size.",
-    ),
+    "messages": Field("honoured", MESSAGES_NOTE),
     **SAMPLING,
     "max_completion_tokens": HONOURED,
     "max_tokens": Field("honoured", "The older name of max_completion_tokens."),
-    "logprobs": HONOURED,
+    "logprobs": Field("honoured", "Entries for all tokens, those of reasoning and calls among them."),
     "top_logprobs": Field("honoured", "At most the decoder's max_logprobs."),
     "response_format": Field(
         "honoured", "`text`, `json_object` and `json_schema`, which always holds, as with `strict`."
@@ -57,13 +52,18 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "store": Field("refused", "Nothing is stored.", (False,)),
     "service_tier": Field("refused", "There are no tiers.", ("auto", "default")),
     "modalities": Field("refused", "Answers are text.", (["text"],)),
-    "reasoning_effort": Field("refused", "Not offered yet.", ("none",)),
+    "reasoning_effort": Field("honoured", EFFORT_NOTE),
+    TEMPLATE_FIELD: TEMPLATE_ARGUMENTS,
     "verbosity": Field("refused", "Not offered.", ("medium",)),
-    "tools": Field("refused", "Not offered yet.", ([],)),
-    "tool_choice": Field("refused", "Not offered yet.", ("none", "auto")),
-    "parallel_tool_calls": Field("refused", "Not offered yet.", (True, False)),
-    "functions": Field("refused", "Not offered yet.", ([],)),
-    "function_call": Field("refused", "Not offered yet.", ("none", "auto")),
+    "tools": Field("honoured", TOOLS_NOTE),
+    "tool_choice": Field(
+        "honoured", "`auto`, `none`, `required` or one function. `allowed_tools` is refused: send only these tools."
+    ),
+    "parallel_tool_calls": Field("honoured", PARALLEL_NOTE),
+    "functions": Field("refused", "The older form of `tools`: send `tools`.", ([],)),
+    "function_call": Field(
+        "refused", "The older form of `tool_choice`: send `tools` and `tool_choice`.", ("none", "auto")
+    ),
     "audio": Field("refused", "Answers are text."),
     "moderation": Field("refused", "Not offered."),
     "prediction": Field("refused", "Not offered; decoders guess from the prompt by themselves."),
@@ -79,6 +79,14 @@ _NAMES: Mapping[str, str] = {
     "prompt": "messages",
     "chat.messages": "messages",
     "images": "messages",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "chat.template_arguments": TEMPLATE_FIELD,
+    # Behind the place of a function or a call.
+    ".name": ".function.name",
+    ".parameters": ".function.parameters",
+    ".arguments": ".function.arguments",
+    ".parts": ".content",
 }
 
 
@@ -89,6 +97,7 @@ class ChatRequest:
     model: str
     turns: Sequence[Turn]
     options: GenerateOptions
+    model_options: ModelOptions
     num_each: int
     # Number of alternatives for each token; None: no log-probabilities.
     num_top: int | None
@@ -109,13 +118,17 @@ class ChatRequest:
             options["logprobs"] = num_top
         if (schema := json_schema_of(fields, "response_format", "json_schema")) is not None:
             options["json_schema"] = schema
+        options.update(chat_tools(fields))
         streams = fields.flag("stream") or False
-        turns, num_each = _turns(fields), num_answers(fields)
-        check_size(turns, num_each, fields, "messages")
+        turns, num_each = chat_turns(fields), num_answers(fields)
+        check_size(turns, options.get("tools") or (), num_each, fields, "messages")
         return cls(
             model=fields.needed("model", fields.text("model")),
             turns=turns,
             options=options,
+            model_options=ModelOptions(
+                reasoning_of_effort(fields.text("reasoning_effort"), "reasoning_effort"), template_arguments(fields)
+            ),
             num_each=num_each,
             num_top=num_top,
             streams=streams,
@@ -128,9 +141,10 @@ class ChatRequest:
         """Images that must be fetched."""
         return remote_images(self.turns)
 
-    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], info: ModelInfo) -> Ask:
         """Returns the request for the decoder, with fetched images."""
-        return Ask([await with_images(self.turns, fetch, max_images)], self.options, self.num_each)
+        options = self.model_options.added_to(self.options, self.turns, info)
+        return Ask([await with_images(self.turns, fetch, info.max_images_per_prompt)], options, self.num_each)
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
         """Returns a chat completion with all answers."""
@@ -138,7 +152,7 @@ class ChatRequest:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": generation.text, "refusal": None},
+                "message": _message(generation),
                 "logprobs": await self._logprobs(generation.logprobs, context),
                 "finish_reason": generation.finish_reason,
             }
@@ -161,7 +175,7 @@ class ChatRequest:
                     yield _chunk(head, index, {"role": "assistant", "content": "", "refusal": None})
             logprobs = await self._logprobs(one.logprobs, context)
             if not isinstance(one, End):
-                yield _chunk(head, one.index, {"content": one.text}, logprobs)
+                yield _chunk(head, one.index, _delta(one.delta), logprobs)
                 continue
             yield _chunk(head, one.index, {}, logprobs, one.generation.finish_reason)
         if self.usage_options.is_included:
@@ -170,7 +184,7 @@ class ChatRequest:
 
     def renamed(self, error: LookonceError) -> LookonceError:
         """Returns an error of the decoder with the name of the request's field."""
-        return renamed(error, self.names, image_places(self.turns))
+        return renamed(error, {**self.names, **places_of(self.turns)})
 
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends an answer with an error."""
@@ -222,33 +236,35 @@ def _num_top(fields: Fields) -> int | None:
     return (number or 0) if is_wanted else None
 
 
-def _turns(fields: Fields) -> list[Turn]:
-    messages = fields.needed("messages", fields.array("messages"))
-    if not messages:
-        raise fields.wrong("messages", "is empty")
-    return [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def _message(generation: Generation) -> dict[str, Any]:
+    content = None if generation.tool_calls and not generation.text else generation.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if generation.reasoning:
+        message["reasoning_content"] = generation.reasoning
+    if generation.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in generation.tool_calls
+        ]
+    return message
 
 
-def _turn(message: Any, where: str) -> Turn:
-    fields = Fields.of(message, where)
-    role = role_of(fields)
-    fields.only("role", "content")
-    return turn_of(fields, role, where, _part)
+def _delta(delta: Delta) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if delta.reasoning:
+        values["reasoning_content"] = delta.reasoning
+    if delta.text:
+        values["content"] = delta.text
+    if delta.tool_calls:
+        values["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    return values
 
 
-def _part(value: Any, where: str, index: int) -> Part:
-    fields = part_fields(value, where, index)
-    kind = fields.text("type")
-    if kind == "text":
-        return fields.only("type", "text").needed("text", fields.text("text"))
-    if kind != "image_url":
-        raise fields.wrong("type", "must be text or image_url")
-    fields.only("type", "image_url")
-    image = Fields.of(fields.raw("image_url"), f"{where}.content[{index}].image_url").only(
-        "url", "detail", "max_pixels"
-    )
-    url = image.needed("url", image.text("url"))
-    return image_part(image, url, image.text("detail"), image.integer("max_pixels"))
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if not call.id:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
 def _head(context: Context, kind: str) -> dict[str, Any]:

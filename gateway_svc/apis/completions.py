@@ -14,6 +14,7 @@ from gateway_svc.apis.logprobs import completion_logprobs
 from gateway_svc.apis.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
 from gateway_svc.apis.usage import StreamedUsage, UsageOptions, chat_usage
 from gateway_svc.errors import body_of, renamed
+from lookonce.decoder_info import ModelInfo
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, TextPrompt, TokenLogprobs
 from lookonce.images import ImageRef
@@ -82,7 +83,7 @@ class CompletionRequest:
         """Images that must be fetched; there are none in texts."""
         return ()
 
-    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], info: ModelInfo) -> Ask:
         """Returns the request for the decoder."""
         return Ask([TextPrompt(prompt) for prompt in self.prompts], self.options, self.num_each)
 
@@ -112,7 +113,7 @@ class CompletionRequest:
             if isinstance(one, End):
                 finish_reason = one.generation.finish_reason
             else:
-                text = one.text
+                text = one.delta.text
             logprobs = await self._logprobs(one.logprobs, text, lengths[one.index], context)
             lengths[one.index] += len(text)
             choice = {"index": one.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -123,7 +124,7 @@ class CompletionRequest:
 
     def renamed(self, error: LookonceError) -> LookonceError:
         """Returns an error of the decoder with the name of the request's field."""
-        return renamed(error, {"text.text": "prompt", "text": "prompt"}, ())
+        return renamed(error, {"text.text": "prompt", "text": "prompt"})
 
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends an answer with an error."""

@@ -53,17 +53,9 @@ class Fields:
         self.where = where
 
     @classmethod
-    def checked(cls, values: Mapping[str, Any], table: Mapping[str, Field], where: str = "") -> Fields:
-        """Returns the fields of an object. Raises InvalidParameterError for those that are unknown or refused."""
-        fields = cls(values, where)
-        for name, value in values.items():
-            field = table.get(name)
-            if field is None:
-                raise fields.wrong(str(name)[:100], "is not known")
-            is_neutral = value is None or any(value == one and type(value) is type(one) for one in field.neutral)
-            if field.rule == "refused" and not is_neutral:
-                raise fields.wrong(name, f"is not supported. {field.note}".rstrip())
-        return fields
+    def checked(cls, values: Mapping[str, Any], table: Mapping[str, Field]) -> Fields:
+        """Returns the fields of a request. Raises InvalidParameterError for those that are unknown or refused."""
+        return cls(values).check(table)
 
     @classmethod
     def of(cls, value: object, where: str) -> Fields:
@@ -74,7 +66,22 @@ class Fields:
 
     def inner(self, name: str) -> Fields:
         """Returns the fields of the object that is the value of one of these."""
-        return Fields.of(self._values.get(name), f"{self.where}.{name}" if self.where else name)
+        return Fields.of(self._values.get(name), self.place(name))
+
+    def place(self, name: str) -> str:
+        """Returns the place of a field in the request."""
+        return f"{self.where}.{name}" if self.where else name
+
+    def check(self, table: Mapping[str, Field]) -> Fields:
+        """Returns these fields. Raises InvalidParameterError for those that are unknown or refused."""
+        for name, value in self._values.items():
+            field = table.get(name)
+            if field is None:
+                raise self.wrong(str(name)[:100], "is not known")
+            is_neutral = value is None or any(value == one and type(value) is type(one) for one in field.neutral)
+            if field.rule == "refused" and not is_neutral:
+                raise self.wrong(name, f"is not supported. {field.note}".rstrip())
+        return self
 
     def names(self) -> set[str]:
         """Returns the names of the fields that have a value."""
@@ -137,7 +144,7 @@ class Fields:
 
     def wrong(self, name: str, description: str) -> InvalidParameterError:
         """Returns the error that names a field whose value is wrong."""
-        return InvalidParameterError(f"{self.where}.{name}" if self.where else name, description)
+        return InvalidParameterError(self.place(name), description)
 
     def _typed(self, name: str, kind: str, is_right: Callable[[Any], bool], *, takes_bool: bool = False) -> Any:
         value = self._values.get(name)

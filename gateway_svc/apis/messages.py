@@ -8,32 +8,24 @@ from typing import Any, cast
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.content import (
-    Part,
-    RemoteImage,
-    Turn,
-    check_size,
-    image_part,
-    image_places,
-    remote_images,
-    with_images,
-)
+from gateway_svc.apis.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
 from gateway_svc.apis.fields import HONOURED, Field, Fields
+from gateway_svc.apis.message_blocks import BLOCKS_NOTE, message_turns
+from gateway_svc.apis.message_output import MessageOutput, blocks_of
+from gateway_svc.apis.model_options import ModelOptions, Reasoning
+from gateway_svc.apis.tools import TOOLS_NOTE, message_tools
 from gateway_svc.apis.usage import image_usage
 from gateway_svc.errors import anthropic_body_of, renamed
+from lookonce.decoder_info import ModelInfo
 from lookonce.errors import LookonceError
-from lookonce.generation import FinishReason, GenerateOptions, Role, Usage
+from lookonce.generation import FinishReason, GenerateOptions, Usage
 from lookonce.images import ImageRef
 
 _CACHE_NOTE = "Prompts are cached by their content; no marks are needed."
 MESSAGE_FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "The served name; any other one is `model_not_found`."),
     "max_tokens": Field("honoured", "Required."),
-    "messages": Field(
-        "honoured",
-        "Roles user and assistant. Blocks `text` and `image`, with a source `base64` or `url`. `cache_control` of a "
-        "block has no effect.",
-    ),
+    "messages": Field("honoured", BLOCKS_NOTE),
     "system": Field("honoured", "A text or blocks of text."),
     "temperature": HONOURED,
     "top_p": HONOURED,
@@ -44,9 +36,19 @@ MESSAGE_FIELDS: Mapping[str, Field] = {
     "cache_control": Field("label", _CACHE_NOTE),
     "user_profile_id": Field("label", "Names the user; has no effect on the answer."),
     "workspace_id": Field("label", "Names the workspace; has no effect on the answer."),
-    "thinking": Field("refused", "Not offered yet.", ({"type": "disabled"},)),
-    "tools": Field("refused", "Not offered yet.", ([],)),
-    "tool_choice": Field("refused", "Not offered yet.", ({"type": "none"}, {"type": "auto"})),
+    "thinking": Field(
+        "honoured",
+        "`disabled` and `adaptive` turn reasoning off and on where the chat template takes `enable_thinking`, and have "
+        "no effect elsewhere. Other types are refused: reasoning has no budget of its own.",
+    ),
+    "tools": Field(
+        "honoured",
+        f"{TOOLS_NOTE} In a whole answer, arguments that are no JSON object are the `input` "
+        '`{"INVALID_JSON": "…"}`; streams have them as they are.',
+    ),
+    "tool_choice": Field(
+        "honoured", "`auto`, `any`, `tool`, `none`. `disable_parallel_tool_use` ends the answer behind its first call."
+    ),
     "output_config": Field("refused", "Not offered yet.", ({},)),
     "service_tier": Field("refused", "There are no tiers.", ("auto", "standard_only")),
     "speed": Field("refused", "Not offered.", ("standard",)),
@@ -59,9 +61,21 @@ _NAMES: Mapping[str, str] = {
     "prompt": "messages",
     "chat.messages": "messages",
     "images": "messages",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    # Behind the place of a function, a message or a call.
+    ".parameters": ".input_schema",
+    ".arguments": ".input",
+    ".tool_call_id": ".tool_use_id",
+    ".parts": ".content",
 }
-_ROLES: Mapping[str, Role] = {"user": "user", "assistant": "assistant"}
-_STOP_REASONS: Mapping[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
+_STOP_REASONS: Mapping[FinishReason, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "abort": "end_turn",
+    "tool_calls": "tool_use",
+}
+_THINKING: Mapping[str, bool] = {"disabled": False, "adaptive": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +85,7 @@ class MessagesRequest:
     model: str
     turns: Sequence[Turn]
     options: GenerateOptions
+    model_options: ModelOptions
     streams: bool
 
     @classmethod
@@ -84,12 +99,16 @@ class MessagesRequest:
             "top_k": fields.integer("top_k"),
             "stop": fields.texts("stop_sequences"),
         }
-        turns = [*_system(fields), *_turns(fields)]
-        check_size(turns, 1, fields, "messages")
+        tool_options = message_tools(fields)
+        turns = message_turns(fields)
+        check_size(turns, tool_options.get("tools") or (), 1, fields, "messages")
         return cls(
             model=fields.needed("model", fields.text("model")),
             turns=turns,
-            options=cast(GenerateOptions, {name: value for name, value in options.items() if value is not None}),
+            options=cast(
+                GenerateOptions, {name: value for name, value in options.items() if value is not None} | tool_options
+            ),
+            model_options=ModelOptions(_reasoning(fields)),
             streams=fields.flag("stream") or False,
         )
 
@@ -98,23 +117,24 @@ class MessagesRequest:
         """Images that must be fetched."""
         return remote_images(self.turns)
 
-    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], info: ModelInfo) -> Ask:
         """Returns the request for the decoder, with fetched images."""
-        return Ask([await with_images(self.turns, fetch, max_images)], self.options)
+        options = self.model_options.added_to(self.options, self.turns, info)
+        return Ask([await with_images(self.turns, fetch, info.max_images_per_prompt)], options)
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
         """Returns a message with the whole answer."""
         (generation,) = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
-        content = [{"type": "text", "text": generation.text}]
         return {
             **_head(context),
-            "content": content,
+            "content": blocks_of(generation),
             "stop_reason": _STOP_REASONS[generation.finish_reason],
             "usage": _usage(generation.usage),
         }
 
     async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
         """Yields the events of a message."""
+        output = MessageOutput()
         has_begun = False
         async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
             if not has_begun:
@@ -122,72 +142,32 @@ class MessagesRequest:
                 # The counts come with the last event but one.
                 usage = {"input_tokens": 0, "output_tokens": 0}
                 yield _event("message_start", message={**_head(context), "content": [], "usage": usage})
-                yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            for kind, values in output.end() if isinstance(one, End) else output.add(one.delta):
+                yield _event(kind, **values)
             if isinstance(one, End):
                 delta = {"stop_reason": _STOP_REASONS[one.generation.finish_reason], "stop_sequence": None}
-                yield _event("content_block_stop", index=0)
                 yield _event("message_delta", delta=delta, usage=_usage(one.generation.usage))
                 yield _event("message_stop")
-            else:
-                yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": one.text})
 
     def renamed(self, error: LookonceError) -> LookonceError:
         """Returns an error of the decoder with the name of the request's field."""
-        return renamed(error, _NAMES, image_places(self.turns))
+        return renamed(error, {**_NAMES, **places_of(self.turns)})
 
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends a message with an error."""
         return event(anthropic_body_of(error), "error")
 
 
-def _system(fields: Fields) -> list[Turn]:
-    given = fields.raw("system")
-    if given is None:
-        return []
-    return [Turn("system", _parts(given, "system", takes_images=False, fields=fields, name="system"), "system")]
-
-
-def _turns(fields: Fields) -> list[Turn]:
-    messages = fields.needed("messages", fields.array("messages"))
-    if not messages:
-        raise fields.wrong("messages", "is empty")
-    return [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _turn(value: Any, where: str) -> Turn:
-    fields = Fields.of(value, where).only("role", "content")
-    name = fields.needed("role", fields.text("role"))
-    if name not in _ROLES:
-        raise fields.wrong("role", "must be user or assistant")
-    parts = _parts(fields.raw("content"), f"{where}.content", takes_images=True, fields=fields, name="content")
-    return Turn(_ROLES[name], parts, where)
-
-
-def _parts(given: Any, where: str, *, takes_images: bool, fields: Fields, name: str) -> list[Part]:
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, list):
-        raise fields.wrong(name, "must be a text or a list of blocks")
-    return [_part(Fields.of(block, f"{where}[{index}]"), takes_images) for index, block in enumerate(given)]
-
-
-def _part(block: Fields, takes_images: bool) -> Part:
-    kind = block.text("type")
-    if kind == "text":
-        block.only("type", "text", "cache_control")
-        return block.needed("text", block.text("text"))
-    if kind != "image" or not takes_images:
-        raise block.wrong("type", "must be text or image" if takes_images else "must be text")
-    block.only("type", "source", "cache_control")
-    source = block.inner("source")
-    if source.text("type") == "base64":
-        source.only("type", "media_type", "data")
-        data = source.needed("data", source.text("data"))
-        return image_part(source, f"data:{source.text('media_type') or ''};base64,{data}", None, None)
-    if source.text("type") != "url":
-        raise source.wrong("type", "must be base64 or url")
-    source.only("type", "url")
-    return image_part(source, source.needed("url", source.text("url")), None, None)
+def _reasoning(fields: Fields) -> Reasoning:
+    if fields.raw("thinking") is None:
+        return Reasoning()
+    thinking = fields.inner("thinking")
+    kind = thinking.needed("type", thinking.text("type"))
+    if kind not in _THINKING:
+        raise thinking.wrong("type", "must be disabled or adaptive; reasoning has no budget of its own here")
+    if thinking.only("type", "display").raw("display") not in (None, "summarized"):
+        raise thinking.wrong("display", "must be summarized; reasoning is never left out")
+    return Reasoning(is_wanted=_THINKING[kind], where="thinking")
 
 
 def _head(context: Context) -> dict[str, Any]:

@@ -5,33 +5,35 @@ Nothing is stored, so each request has the whole conversation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
 from gateway_svc.apis.chat import json_schema_of
-from gateway_svc.apis.content import (
-    Part,
-    RemoteImage,
-    Turn,
-    check_size,
-    image_part,
-    image_places,
-    part_fields,
-    remote_images,
-    role_of,
-    turn_of,
-    with_images,
-)
+from gateway_svc.apis.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import chat_logprobs
+from gateway_svc.apis.model_options import (
+    EFFORT_NOTE,
+    TEMPLATE_ARGUMENTS,
+    TEMPLATE_FIELD,
+    ModelOptions,
+    reasoning_of_effort,
+    template_arguments,
+)
+from gateway_svc.apis.response_items import INPUT_NOTE, response_turns
+from gateway_svc.apis.response_output import OutputEvent, ResponseOutput, status_of
 from gateway_svc.apis.sampling import sampling_options
+from gateway_svc.apis.tools import PARALLEL_NOTE, TOOLS_NOTE, response_tools
 from gateway_svc.apis.usage import responses_usage
 from gateway_svc.errors import renamed
+from lookonce.decoder_info import ModelInfo
 from lookonce.errors import LookonceError
-from lookonce.generation import FinishReason, GenerateOptions, TokenLogprobs, Usage
+from lookonce.generation import FinishReason, GenerateOptions, Generation, TokenLogprobs, Tool, Usage
 from lookonce.images import ImageRef
 
 _INCLUDED_LOGPROBS = "message.output_text.logprobs"
@@ -44,19 +46,22 @@ _NAMES: Mapping[str, str] = {
     "prompt": "input",
     "chat.messages": "input",
     "images": "input",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "chat.template_arguments": TEMPLATE_FIELD,
+    # Behind the place of a message or a call.
+    ".id": ".call_id",
+    ".tool_call_id": ".call_id",
+    ".parts": ".content",
 }
 RESPONSE_FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "The served name; any other one is `model_not_found`."),
-    "input": Field(
-        "honoured",
-        "A text, or messages with roles system, developer (as system), user, assistant and parts `input_text`, "
-        "`output_text` and `input_image` (a data URL or an address, and `detail`). Other items are refused.",
-    ),
+    "input": Field("honoured", INPUT_NOTE),
     "instructions": Field("honoured", "A first message of the role system."),
     "temperature": HONOURED,
     "top_p": HONOURED,
     "max_output_tokens": HONOURED,
-    "top_logprobs": Field("honoured", "At most the decoder's max_logprobs. Needs no `include`."),
+    "top_logprobs": Field("honoured", "At most the decoder's max_logprobs. Needs no `include`. For tokens of texts."),
     "include": Field("honoured", f"`{_INCLUDED_LOGPROBS}`; other values are refused."),
     "text": Field("honoured", "`format`: as response_format of chats."),
     "stream": HONOURED,
@@ -71,11 +76,14 @@ RESPONSE_FIELDS: Mapping[str, Field] = {
     "background_options": Field("refused", "Nothing is stored."),
     "context_management": Field("refused", "Not offered.", ([],)),
     "truncation": Field("refused", "Prompts are never shortened.", ("disabled",)),
-    "tools": Field("refused", "Not offered yet.", ([],)),
-    "tool_choice": Field("refused", "Not offered yet.", ("none", "auto")),
-    "parallel_tool_calls": Field("refused", "Not offered yet.", (True, False)),
-    "max_tool_calls": Field("refused", "Not offered yet."),
-    "reasoning": Field("refused", "Not offered yet.", ({}, {"effort": None}, {"effort": "none"})),
+    "tools": Field("honoured", f"{TOOLS_NOTE} Without `strict`, a function is not."),
+    "tool_choice": Field(
+        "honoured", "`auto`, `none`, `required` or one function. `allowed_tools` is refused: send only these tools."
+    ),
+    "parallel_tool_calls": Field("honoured", PARALLEL_NOTE),
+    "max_tool_calls": Field("refused", "It is for tools that the server would run."),
+    "reasoning": Field("honoured", f"`effort`: {EFFORT_NOTE} `summary` and others are refused."),
+    TEMPLATE_FIELD: TEMPLATE_ARGUMENTS,
     "service_tier": Field("refused", "There are no tiers.", ("auto", "default")),
     "stream_options": Field("refused", "Not offered.", ({}, {"include_obfuscation": False})),
     "prompt": Field("refused", "Nothing is stored."),
@@ -102,6 +110,7 @@ class ResponseRequest:
     model: str
     turns: Sequence[Turn]
     options: GenerateOptions
+    model_options: ModelOptions
     # Number of alternatives for each token; None: no log-probabilities.
     num_top: int | None
     streams: bool
@@ -119,23 +128,20 @@ class ResponseRequest:
         num_top = _num_top(fields)
         if num_top is not None:
             options["logprobs"] = num_top
-        text_format: object = {"type": "text"}
-        if fields.raw("text") is not None:
-            text = Fields.of(fields.raw("text"), "text").only("format", "verbosity")
-            if text.raw("verbosity") not in (None, "medium"):
-                raise text.wrong("verbosity", "is not supported")
-            if (schema := json_schema_of(text, "format", None)) is not None:
-                options["json_schema"] = schema
-            text_format = text.raw("format") or text_format
+        options.update(response_tools(fields))
+        text_format = _text_format(fields, options)
+        effort = _effort(fields)
         metadata = _metadata(fields)
         instructions = fields.text("instructions")
-        first = [] if instructions is None else [Turn("system", [instructions], "instructions")]
-        turns = [*first, *_turns(fields)]
-        check_size(turns, 1, fields, "input")
+        first = [] if instructions is None else [Turn.of_text("system", instructions, "instructions")]
+        turns = [*first, *response_turns(fields)]
+        tools = options.get("tools") or ()
+        check_size(turns, tools, 1, fields, "input")
         return cls(
             model=fields.needed("model", fields.text("model")),
             turns=turns,
             options=options,
+            model_options=ModelOptions(reasoning_of_effort(effort, "reasoning.effort"), template_arguments(fields)),
             num_top=num_top,
             streams=fields.flag("stream") or False,
             repeated={
@@ -146,6 +152,10 @@ class ResponseRequest:
                 "top_p": options.get("top_p"),
                 "top_logprobs": num_top or 0,
                 "text": {"format": text_format},
+                "reasoning": {"effort": effort, "summary": None},
+                "tools": [_repeated_tool(tool) for tool in tools],
+                "tool_choice": fields.raw("tool_choice") or "auto",
+                "parallel_tool_calls": fields.flag("parallel_tool_calls") is not False,
             },
             progress=_Progress(),
         )
@@ -155,56 +165,63 @@ class ResponseRequest:
         """Images that must be fetched."""
         return remote_images(self.turns)
 
-    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], info: ModelInfo) -> Ask:
         """Returns the request for the decoder, with fetched images."""
-        return Ask([await with_images(self.turns, fetch, max_images)], self.options)
+        options = self.model_options.added_to(self.options, self.turns, info)
+        return Ask([await with_images(self.turns, fetch, info.max_images_per_prompt)], options)
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
         """Returns a response that has ended."""
-        (generation,) = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
-        part = _text_part(generation.text, await self._logprobs(generation.logprobs, context))
-        return self._response(context, generation.finish_reason, part, generation.usage)
+        output = ResponseOutput(context.request_id)
+        if self.num_top is None:
+            (generation,) = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
+            output.take(generation)
+        else:
+            # The stream tells which tokens are those of a text.
+            async with aclosing(self._output_events(ask, context, output)) as events:
+                (generation,) = [one async for one in events if isinstance(one, Generation)]
+        return self._ended(context, output, generation)
 
     async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
         """Yields the events of a response."""
-        progress = self.progress
-
-        def numbered(kind: str, **values: Any) -> bytes:
-            progress.num_events += 1
-            return event({"type": kind, **values, "sequence_number": progress.num_events - 1}, kind)
-
-        place = {"item_id": _message_id(context), "output_index": 0, "content_index": 0}
-        pieces: list[str] = []
-        logprobs: list[dict[str, Any]] = []
+        output = ResponseOutput(context.request_id)
         has_begun = False
+        async with aclosing(self._output_events(ask, context, output)) as events:
+            async for one in events:
+                if not has_begun:
+                    has_begun = True
+                    beginning = self._response(context, None, [], None)
+                    yield self._event("created", response=beginning)
+                    yield self._event("in_progress", response=beginning)
+                if isinstance(one, Generation):
+                    response = self._ended(context, output, one)
+                    yield self._event(response["status"], response=response)
+                else:
+                    yield self._event(one[0], **one[1])
+
+    async def _output_events(
+        self, ask: Ask, context: Context, output: ResponseOutput
+    ) -> AsyncGenerator[OutputEvent | Generation]:
+        """Yields the events of the output's items, and at last the whole answer."""
         async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
-            if not has_begun:
-                has_begun = True
-                beginning = self._response(context, None, None, None)
-                yield numbered("response.created", response=beginning)
-                yield numbered("response.in_progress", response=beginning)
-                yield numbered("response.output_item.added", output_index=0, item=_message(context, None, None))
-                yield numbered("response.content_part.added", **place, part=_text_part("", []))
-            new_logprobs = await self._logprobs(one.logprobs, context)
-            logprobs += new_logprobs
             if not isinstance(one, End):
-                pieces.append(one.text)
-                yield numbered("response.output_text.delta", **place, delta=one.text, logprobs=new_logprobs)
+                logprobs = await self._logprobs(one.logprobs if one.delta.text else (), context)
+                for found in output.add(one.delta, logprobs):
+                    yield found
                 continue
-            if new_logprobs:
-                # The last tokens have no text, for example the one that ends the answer.
-                yield numbered("response.output_text.delta", **place, delta="", logprobs=new_logprobs)
-            part = _text_part("".join(pieces), logprobs)
-            reason = one.generation.finish_reason
-            yield numbered("response.output_text.done", **place, text=part["text"], logprobs=logprobs)
-            yield numbered("response.content_part.done", **place, part=part)
-            yield numbered("response.output_item.done", output_index=0, item=_message(context, reason, part))
-            response = self._response(context, reason, part, one.generation.usage)
-            yield numbered(f"response.{response['status']}", response=response)
+            logprobs = await self._logprobs(one.logprobs if output.ends_in_text else (), context)
+            for found in output.end(one.generation.finish_reason, logprobs):
+                yield found
+            yield one.generation
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        name = f"response.{kind}"
+        self.progress.num_events += 1
+        return event({"type": name, **values, "sequence_number": self.progress.num_events - 1}, name)
 
     def renamed(self, error: LookonceError) -> LookonceError:
         """Returns an error of the decoder with the name of the request's field."""
-        return renamed(error, _NAMES, image_places(self.turns))
+        return renamed(error, {**_NAMES, **places_of(self.turns)})
 
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends a response with an error."""
@@ -217,8 +234,11 @@ class ResponseRequest:
             return []
         return await chat_logprobs(tokens, self.num_top, context.token_texts)
 
+    def _ended(self, context: Context, output: ResponseOutput, generation: Generation) -> dict[str, Any]:
+        return self._response(context, generation.finish_reason, output.items, generation.usage)
+
     def _response(
-        self, context: Context, reason: FinishReason | None, part: Mapping[str, Any] | None, usage: Usage | None
+        self, context: Context, reason: FinishReason | None, items: Sequence[Mapping[str, Any]], usage: Usage | None
     ) -> dict[str, Any]:
         is_cut = reason in ("length", "abort")
         details = {"reason": "max_output_tokens" if reason == "length" else "aborted"}
@@ -226,21 +246,46 @@ class ResponseRequest:
             "id": f"resp_{context.request_id}",
             "object": "response",
             "created_at": context.created,
-            "status": _status(reason),
+            "status": status_of(reason),
             "error": None,
             "incomplete_details": details if is_cut else None,
             "model": context.model,
-            "output": [] if part is None else [_message(context, reason, part)],
-            "parallel_tool_calls": False,
+            "output": items,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "tool_choice": "auto",
-            "tools": [],
             "truncation": "disabled",
             "usage": None if usage is None else responses_usage(usage),
             **self.repeated,
         }
+
+
+def _text_format(fields: Fields, options: GenerateOptions) -> object:
+    """Returns the format of texts, and adds its schema to the options."""
+    if fields.raw("text") is None:
+        return {"type": "text"}
+    text = fields.inner("text").only("format", "verbosity")
+    if text.raw("verbosity") not in (None, "medium"):
+        raise text.wrong("verbosity", "is not supported")
+    if (schema := json_schema_of(text, "format", None)) is not None:
+        options["json_schema"] = schema
+    return text.raw("format") or {"type": "text"}
+
+
+def _effort(fields: Fields) -> str | None:
+    if fields.raw("reasoning") is None:
+        return None
+    return fields.inner("reasoning").only("effort").text("effort")
+
+
+def _repeated_tool(tool: Tool) -> dict[str, Any]:
+    parameters = None if tool.parameters is None else json.loads(str(tool.parameters))
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description or None,
+        "parameters": parameters,
+        "strict": tool.strict,
+    }
 
 
 def _metadata(fields: Fields) -> dict[str, str]:
@@ -263,58 +308,3 @@ def _num_top(fields: Fields) -> int | None:
             raise fields.wrong("include", f"may have {_INCLUDED_LOGPROBS} only")
     number = fields.integer("top_logprobs")
     return number if number is not None else (0 if included else None)
-
-
-def _turns(fields: Fields) -> list[Turn]:
-    given = fields.raw("input")
-    if isinstance(given, str):
-        return [Turn("user", [given])]
-    items = fields.needed("input", fields.array("input"))
-    if not items:
-        raise fields.wrong("input", "is empty")
-    return [_turn(item, f"input[{index}]") for index, item in enumerate(items)]
-
-
-def _turn(item: Any, where: str) -> Turn:
-    fields = Fields.of(item, where)
-    if fields.text("type") not in (None, "message"):
-        raise fields.wrong("type", "must be message")
-    # An answer of before, sent back as it was, has an id and a status.
-    fields.only("type", "role", "content", "id", "status")
-    return turn_of(fields, role_of(fields), where, _part)
-
-
-def _part(value: Any, where: str, index: int) -> Part:
-    fields = part_fields(value, where, index)
-    kind = fields.text("type")
-    if kind in ("input_text", "output_text"):
-        return fields.only("type", "text", "annotations", "logprobs").needed("text", fields.text("text"))
-    if kind != "input_image":
-        raise fields.wrong("type", "must be input_text, output_text or input_image")
-    fields.only("type", "image_url", "detail", "max_pixels")
-    url = fields.needed("image_url", fields.text("image_url"))
-    return image_part(fields, url, fields.text("detail"), fields.integer("max_pixels"))
-
-
-def _text_part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def _message(context: Context, reason: FinishReason | None, part: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {
-        "id": _message_id(context),
-        "type": "message",
-        "role": "assistant",
-        "status": _status(reason),
-        "content": [] if part is None else [part],
-    }
-
-
-def _message_id(context: Context) -> str:
-    return f"msg_{context.request_id}"
-
-
-def _status(reason: FinishReason | None) -> str:
-    if reason is None:
-        return "in_progress"
-    return "completed" if reason == "stop" else "incomplete"

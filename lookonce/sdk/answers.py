@@ -9,13 +9,16 @@ from google.protobuf.duration_pb2 import Duration
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import InternalError
-from lookonce.generation import Choice, FinishReason, Generation, TokenLogprobs, Usage
+from lookonce.generation import Choice, Delta, FinishReason, Generation, TokenLogprobs, Usage
+from lookonce.sdk.tools import GrowingCalls, calls_of, delta_of
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     decoder_pb2.FINISH_REASON_STOP: "stop",
     decoder_pb2.FINISH_REASON_LENGTH: "length",
     decoder_pb2.FINISH_REASON_ABORT: "abort",
+    decoder_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_NOTHING = Delta()
 
 
 class Transcript:
@@ -24,23 +27,28 @@ class Transcript:
     def __init__(self) -> None:
         self._request_id = ""
         self._pieces: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls = GrowingCalls()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._started = decoder_pb2.StreamStarted()
         self._finished: decoder_pb2.StreamFinished | None = None
 
     @property
-    def has_text(self) -> bool:
-        """Whether any text has arrived. A stream that has shown text cannot be started again."""
-        return bool(self._pieces)
+    def has_content(self) -> bool:
+        """Whether any part of the answer has arrived. A stream that has shown one cannot be started again."""
+        return bool(self._pieces or self._reasoning or self._calls.whole())
 
     @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
         """The log-probabilities of the tokens so far, if they were asked for."""
         return self._logprobs
 
-    def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
-        """Adds one event and returns its text, "" for none. Raises InternalError on a gap or a second end."""
+    def add(self, response: decoder_pb2.GenerateStreamResponse) -> Delta | None:
+        """Adds one event and returns what it adds to the answer; None for nothing.
+
+        Raises InternalError on a gap or a second end.
+        """
         if response.HasField("started"):
             self._started = response.started
             self._request_id = response.started.request_id
@@ -50,16 +58,21 @@ class Transcript:
             self._finished = response.finished
         elif response.HasField("delta"):
             return self._add_delta(response.delta)
-        return ""
+        return None
 
-    def _add_delta(self, delta: decoder_pb2.StreamDelta) -> str:
+    def _add_delta(self, delta: decoder_pb2.StreamDelta) -> Delta | None:
         if delta.token_ids and delta.token_index != len(self._token_ids):
             raise self._broken(f"the stream has a gap: token {delta.token_index} follows {len(self._token_ids)}")
         self._token_ids += delta.token_ids
         self._logprobs += _logprobs(delta.logprobs)
-        if delta.text:
-            self._pieces.append(delta.text)
-        return delta.text
+        added = delta_of(delta)
+        if added.text:
+            self._pieces.append(added.text)
+        if added.reasoning:
+            self._reasoning.append(added.reasoning)
+        if not self._calls.add(added.tool_calls):
+            raise self._broken("the stream has a gap in its calls")
+        return added if added != _NOTHING else None
 
     @property
     def usage_so_far(self) -> Usage:
@@ -79,6 +92,8 @@ class Transcript:
             usage=usage_of(self._finished.usage),
             request_id=self._request_id,
             logprobs=tuple(self._logprobs),
+            tool_calls=self._calls.whole(),
+            reasoning="".join(self._reasoning),
         )
 
     def _broken(self, message: str) -> InternalError:
@@ -95,6 +110,8 @@ def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
             token_ids=tuple(choice.token_ids),
             finish_reason=_FINISH_REASONS.get(choice.finish_reason, "abort"),
             logprobs=tuple(_logprobs(choice.logprobs)),
+            tool_calls=calls_of(choice),
+            reasoning=choice.reasoning,
         )
         for choice in response.choices
     ]
@@ -106,6 +123,8 @@ def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
         request_id=response.request_id,
         logprobs=first.logprobs,
         others=tuple(others),
+        tool_calls=first.tool_calls,
+        reasoning=first.reasoning,
     )
 
 

@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.errors import EmbeddingNotCachedError, LookonceError
-from lookonce.generation import Generation, TokenLogprobs, Usage
+from lookonce.generation import Delta, Generation, TokenLogprobs, Usage
 from lookonce.sdk.answers import Transcript
 from lookonce.sdk.calls import AsyncCalls
 from lookonce.sdk.messages import PreparedPrompt
@@ -56,7 +56,7 @@ class AsyncTextStream(AsyncIterator[str]):
         self._span = span
         self._transcript = Transcript()
         self._call: Any = None
-        self._pieces = self._read()
+        self._parts = self._read()
 
     @property
     def generation(self) -> Generation:
@@ -80,7 +80,7 @@ class AsyncTextStream(AsyncIterator[str]):
 
     async def aclose(self) -> None:
         """Ends the request and the iteration. Must not be called while another task waits for the next piece."""
-        await self._pieces.aclose()
+        await self._parts.aclose()
         tracing.end(self._span)
 
     def _end(self, error: LookonceError) -> None:
@@ -89,9 +89,22 @@ class AsyncTextStream(AsyncIterator[str]):
             self._call.cancel()
         tracing.end(self._span, error)
 
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yields all parts of the answer: text, reasoning and calls of functions. The iteration has the text alone."""
+        while True:
+            try:
+                yield await self._next()
+            except StopAsyncIteration:
+                return
+
     async def __anext__(self) -> str:
+        while True:
+            if text := (await self._next()).text:
+                return text
+
+    async def _next(self) -> Delta:
         with tracing.ended_by(self._span, StopAsyncIteration):
-            return await anext(self._pieces)
+            return await anext(self._parts)
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,24 +112,24 @@ class AsyncTextStream(AsyncIterator[str]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _read(self) -> AsyncGenerator[str]:
+    async def _read(self) -> AsyncGenerator[Delta]:
         prepared = await self._prepare()
         pause_s: float | None
         try:
             while True:
                 try:
-                    async with aclosing(self._texts(prepared)) as texts:
-                        async for text in texts:
-                            yield text
+                    async with aclosing(self._deltas(prepared)) as deltas:
+                        async for delta in deltas:
+                            yield delta
                     self._attempts.succeeded()
                     return
                 except EmbeddingNotCachedError as error:
-                    if self._transcript.has_text:
+                    if self._transcript.has_content:
                         raise
                     await self._supply(prepared, error)
                     pause_s = 0.0
                 except LookonceError as error:
-                    pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
+                    pause_s = None if self._transcript.has_content else self._attempts.pause_s(error)
                     if pause_s is None:
                         raise
                 await self._calls.pause(pause_s)
@@ -124,13 +137,13 @@ class AsyncTextStream(AsyncIterator[str]):
         finally:
             self._turn.end()
 
-    async def _texts(self, prepared: PreparedPrompt) -> AsyncGenerator[str]:
+    async def _deltas(self, prepared: PreparedPrompt) -> AsyncGenerator[Delta]:
         call = self._call = self._start(prepared, self._attempts.wait_for_ready)
         try:
             async for response in call:
                 self._turn.end()
-                if text := self._transcript.add(parsed(response)):
-                    yield text
+                if delta := self._transcript.add(parsed(response)):
+                    yield delta
             self._transcript.generation()
         except grpc.aio.AioRpcError as error:
             raise self._calls.with_id(from_rpc_error(error), self._metadata) from None

@@ -10,7 +10,8 @@ from lookonce.decoder_info import DecoderLoad, ImageSpan, ModelInfo, TokenizedPr
 
 def model_info_of(response: decoder_pb2.GetModelInfoResponse) -> ModelInfo:
     """Returns the model and the limits. A field that an older server does not send is empty or 0."""
-    return ModelInfo(**{one.name: getattr(response, one.name) for one in fields(ModelInfo)})
+    values = {one.name: getattr(response, one.name) for one in fields(ModelInfo)}
+    return ModelInfo(**values | {"template_arguments": tuple(response.template_arguments)})
 
 
 def load_of(response: decoder_pb2.GetLoadResponse) -> DecoderLoad:

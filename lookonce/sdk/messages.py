@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextProm
 from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.images import ImageLike, ImageRef, as_image, as_images
 from lookonce.sdk.routing.affinity import affinity_of
+from lookonce.sdk.tools import CHAT_OPTIONS, add_calls, add_chat_options, json_text
 from lookonce.videos import Video
 
 # Up to this size, sending the image costs less than a round trip to learn that the server lacks it.
@@ -25,8 +25,10 @@ _ROLES: Mapping[Role, decoder_pb2.Role.ValueType] = {
     "system": decoder_pb2.ROLE_SYSTEM,
     "user": decoder_pb2.ROLE_USER,
     "assistant": decoder_pb2.ROLE_ASSISTANT,
+    "tool": decoder_pb2.ROLE_TOOL,
 }
-_Turn: TypeAlias = tuple[Role, list[str | ImageRef | Video]]
+# A message, and its parts with hashed images.
+_Turn: TypeAlias = tuple[Message, list[str | ImageRef | Video]]
 _REQUEST_FIELDS = ("request_id", "priority", "cache_salt", "adapter", "bypass_prefix_cache")
 # Endings of the names of image files, by which a path that was given as text is noticed.
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif")
@@ -93,13 +95,19 @@ class PreparedPrompt:
     def _add_prompt(self, params: decoder_pb2.GenerateParams) -> None:
         index = 0
         if isinstance(self._content, str):
+            if given := CHAT_OPTIONS & self._options.keys():
+                raise InvalidParameterError(min(given), "is for chats, not for a TextPrompt")
             params.text.text = self._content
             for index, image in enumerate(self._visuals):
                 assert isinstance(image, ImageRef), "a TextPrompt has no videos"
                 params.text.images.append(image_source(image, as_bytes=index in self._inline, in_prompt=True))
             return
-        for role, parts in self._content:
-            message = params.chat.messages.add(role=_ROLES[role])
+        add_chat_options(params.chat, self._options)
+        for turn, parts in self._content:
+            message = params.chat.messages.add(role=_ROLES[turn.role])
+            _assign(message, "tool_call_id", turn.tool_call_id)
+            _assign(message, "reasoning", turn.reasoning)
+            add_calls(message, turn.tool_calls)
             for part in parts:
                 if isinstance(part, str):
                     message.parts.add(text=part)
@@ -225,9 +233,9 @@ def _first_texts(content: str | list[_Turn]) -> Iterator[str]:
     if isinstance(content, str):
         yield content
         return
-    for role, parts in content:
+    for turn, parts in content:
         yield from (part for part in parts if isinstance(part, str))
-        if role == "user":
+        if turn.role == "user":
             return
 
 
@@ -244,7 +252,7 @@ def _as_turns(prompt: str | Sequence[Message], images: Sequence[ImageLike]) -> l
     """Returns role and parts of each message. A question is one user message, with its images before its text."""
     given: object = prompt
     if isinstance(given, str):
-        return [("user", [*as_images(images), given])]
+        return [(Message("user", given), [*as_images(images), given])]
     if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
         raise _wrong_prompt(given)
     if images:
@@ -255,7 +263,9 @@ def _as_turns(prompt: str | Sequence[Message], images: Sequence[ImageLike]) -> l
 def _as_turn(message: object) -> _Turn:
     if not isinstance(message, Message):
         raise _wrong_prompt(message)
-    return _checked_role(message.role), _as_parts(message.content)
+    _check_role(message.role)
+    # The calls of a message without text are all that it has.
+    return message, [] if message.content == "" and message.tool_calls else _as_parts(message.content)
 
 
 def _wrong_prompt(given: object) -> InvalidParameterError:
@@ -264,10 +274,9 @@ def _wrong_prompt(given: object) -> InvalidParameterError:
     )
 
 
-def _checked_role(role: Role) -> Role:
+def _check_role(role: Role) -> None:
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidParameterError("role", f"must be one of {', '.join(_ROLES)}, not {role!r}")
-    return role
 
 
 def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef | Video]:
@@ -302,7 +311,7 @@ def _sampling(options: Mapping[str, object]) -> decoder_pb2.SamplingParams:
     if len(constraints := _CONSTRAINTS & options.keys()) > 1:
         raise InvalidParameterError(min(constraints), f"cannot be combined with {max(constraints)}")
     for name, value in options.items():
-        if name in _REQUEST_FIELDS or name == "timeout_s":
+        if name in _REQUEST_FIELDS or name in CHAT_OPTIONS or name == "timeout_s":
             continue
         if name in _CONTAINER_FIELDS:
             _fill(sampling, name, value)
@@ -310,17 +319,10 @@ def _sampling(options: Mapping[str, object]) -> decoder_pb2.SamplingParams:
             sampling.choice.SetInParent()
             _fill(sampling.choice, "texts", value)
         elif name == "json_schema" and isinstance(value, Mapping):
-            _assign(sampling, name, _json(name, value))
+            _assign(sampling, name, json_text(name, value))
         else:
             _assign(sampling, name, value)
     return sampling
-
-
-def _json(name: str, value: object) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        raise InvalidParameterError(name, "is no JSON") from None
 
 
 def _assign(message: Any, name: str, value: object) -> None:

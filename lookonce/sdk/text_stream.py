@@ -11,7 +11,7 @@ from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.errors import EmbeddingNotCachedError, LookonceError
-from lookonce.generation import Generation, TokenLogprobs, Usage
+from lookonce.generation import Delta, Generation, TokenLogprobs, Usage
 from lookonce.sdk.answers import Transcript
 from lookonce.sdk.calls import SyncCalls
 from lookonce.sdk.retries import Attempts
@@ -51,7 +51,7 @@ class TextStream(Iterator[str]):
         self._closed = False
         with tracing.ended_by(span, StopIteration):
             self._call = start(False)
-        self._pieces = self._read()
+        self._parts = self._read()
 
     @property
     def generation(self) -> Generation:
@@ -83,9 +83,22 @@ class TextStream(Iterator[str]):
         """Ends the span, if that has not happened yet."""
         tracing.end(self._span, error)
 
+    def deltas(self) -> Iterator[Delta]:
+        """Yields all parts of the answer: text, reasoning and calls of functions. The iteration has the text alone."""
+        while True:
+            try:
+                yield self._next()
+            except StopIteration:
+                return
+
     def __next__(self) -> str:
+        while True:
+            if text := self._next().text:
+                return text
+
+    def _next(self) -> Delta:
         with tracing.ended_by(self._span, StopIteration):
-            return next(self._pieces)
+            return next(self._parts)
 
     def __enter__(self) -> Self:
         return self
@@ -93,21 +106,21 @@ class TextStream(Iterator[str]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self) -> Iterator[str]:
+    def _read(self) -> Iterator[Delta]:
         pause_s: float | None
         try:
             while True:
                 try:
-                    yield from self._texts()
+                    yield from self._deltas()
                     self._attempts.succeeded()
                     return
                 except EmbeddingNotCachedError as error:
-                    if self._transcript.has_text:
+                    if self._transcript.has_content:
                         raise
                     self._supply(error)
                     pause_s = 0.0
                 except LookonceError as error:
-                    pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
+                    pause_s = None if self._transcript.has_content else self._attempts.pause_s(error)
                     if pause_s is None:
                         raise
                 self._calls.pause(pause_s)
@@ -116,12 +129,12 @@ class TextStream(Iterator[str]):
         finally:
             self._turn.end()
 
-    def _texts(self) -> Iterator[str]:
+    def _deltas(self) -> Iterator[Delta]:
         try:
             for response in self._call:
                 self._turn.end()
-                if text := self._transcript.add(response):
-                    yield text
+                if delta := self._transcript.add(response):
+                    yield delta
         except grpc.RpcError as error:
             # The call is its own exception. Its traceback would refer to this frame, and so to the call and the images.
             error.__traceback__ = None

@@ -8,12 +8,16 @@ from typing import Any, TypeAlias
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.errors import LookonceError
+from lookonce.generation import Message
 from lookonce.testing.endings import abort, not_offered
 from lookonce.testing.fake_request import FakeRequest
 from lookonce.testing.known_images import KnownImages
 
-Answer: TypeAlias = "str | Callable[[FakeRequest], str]"
-"""The text of every answer, or a function that returns it and may raise an error of `lookonce.errors`."""
+Answer: TypeAlias = "str | Message | Callable[[FakeRequest], str | Message]"
+"""Every answer, or a function that returns it and may raise an error of `lookonce.errors`.
+
+An answer is a text, or a message with a text, calls of functions and reasoning.
+"""
 
 
 class FakeDecoder(decoder_grpc.DecoderServiceServicer):
@@ -30,17 +34,22 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
 
     def Generate(self, request: decoder_pb2.GenerateRequest, context: Any) -> decoder_pb2.GenerateResponse:
         try:
-            received, texts, usage = self._answered(request.params, context)
+            received, answers, usage = self._answered(request.params, context)
         except LookonceError as error:
             abort(context, error)
         choices = [
             decoder_pb2.Choice(
                 index=index,
-                text=text,
-                token_ids=range(len(text.split())),
-                finish_reason=decoder_pb2.FINISH_REASON_STOP,
+                text=_text_of(answer),
+                token_ids=range(len(_text_of(answer).split())),
+                finish_reason=_finish_reason(answer),
+                tool_calls=[
+                    decoder_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                    for call in answer.tool_calls
+                ],
+                reasoning=answer.reasoning,
             )
-            for index, text in enumerate(texts)
+            for index, answer in enumerate(answers)
         ]
         return decoder_pb2.GenerateResponse(request_id=received.request_id, choices=choices, usage=usage)
 
@@ -48,19 +57,16 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
         self, request: decoder_pb2.GenerateStreamRequest, context: Any
     ) -> Iterator[decoder_pb2.GenerateStreamResponse]:
         try:
-            received, texts, usage = self._answered(request.params, context)
+            received, answers, usage = self._answered(request.params, context)
         except LookonceError as error:
             abort(context, error)
         response = decoder_pb2.GenerateStreamResponse
         yield response(started=decoder_pb2.StreamStarted(request_id=received.request_id, usage=usage))
-        for choice, text in enumerate(texts):
-            for index, word in enumerate(text.split(" ")):
-                piece = word if index == 0 else f" {word}"
-                delta = decoder_pb2.StreamDelta(index=choice, text=piece, token_ids=[index], token_index=index)
+        for index, answer in enumerate(answers):
+            for delta in _deltas(answer):
+                delta.index = index
                 yield response(delta=delta)
-            finished = decoder_pb2.StreamFinished(
-                index=choice, finish_reason=decoder_pb2.FINISH_REASON_STOP, usage=usage
-            )
+            finished = decoder_pb2.StreamFinished(index=index, finish_reason=_finish_reason(answer), usage=usage)
             yield response(finished=finished)
 
     def GetModelInfo(self, request: decoder_pb2.GetModelInfoRequest, context: Any) -> decoder_pb2.GetModelInfoResponse:
@@ -73,6 +79,8 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
             max_rows_per_image=self._images.rows_per_image,
             max_context_tokens=1 << 20,
             max_images_per_prompt=1 << 10,
+            tool_format="fake",
+            template_arguments=["enable_thinking"],
         )
 
     def GetLoad(self, request: decoder_pb2.GetLoadRequest, context: Any) -> decoder_pb2.GetLoadResponse:
@@ -90,8 +98,8 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
 
     def _answered(
         self, params: decoder_pb2.GenerateParams, context: Any
-    ) -> tuple[FakeRequest, list[str], decoder_pb2.Usage]:
-        """Returns a request with the texts of its answers. Raises what the test or a real server would raise."""
+    ) -> tuple[FakeRequest, list[Message], decoder_pb2.Usage]:
+        """Returns a request with its answers. Raises what the test or a real server would raise."""
         received = FakeRequest.of(params, dict(context.invocation_metadata()))
         self.requests.append(received)
         if self.failures:
@@ -100,11 +108,9 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
             raise not_offered()
         num_new = self._images.shown(received.images)
         num_answers = max(1, params.sampling.n)
-        texts = [self._answer if isinstance(self._answer, str) else self._answer(received) for _ in range(num_answers)]
-        num_rows, num_words = (
-            self._images.rows_per_image * len(received.images),
-            sum(len(text.split()) for text in texts),
-        )
+        answers = [self._answer_to(received) for _ in range(num_answers)]
+        num_rows = self._images.rows_per_image * len(received.images)
+        num_words = sum(len(_text_of(answer).split()) for answer in answers)
         num_encoded = self._images.rows_per_image * num_new
         usage = decoder_pb2.Usage(
             prompt_tokens=len(received.text.split()) + num_rows,
@@ -113,4 +119,35 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
             cached_image_tokens=num_rows - num_encoded,
             completion_tokens=num_words,
         )
-        return received, texts, usage
+        return received, answers, usage
+
+    def _answer_to(self, received: FakeRequest) -> Message:
+        answer = self._answer(received) if callable(self._answer) else self._answer
+        return Message("assistant", answer) if isinstance(answer, str) else answer
+
+
+def _text_of(answer: Message) -> str:
+    """Returns the text of an answer. Raises TypeError for one with other parts."""
+    if not isinstance(answer.content, str):
+        raise TypeError("the answer of a FakeServer must be a text or a Message with a text as content")
+    return answer.content
+
+
+def _finish_reason(answer: Message) -> decoder_pb2.FinishReason.ValueType:
+    return decoder_pb2.FINISH_REASON_TOOL_CALLS if answer.tool_calls else decoder_pb2.FINISH_REASON_STOP
+
+
+def _deltas(answer: Message) -> Iterator[decoder_pb2.StreamDelta]:
+    """Yields an answer in pieces: reasoning, words as tokens, and calls, whose arguments come in two parts."""
+    if answer.reasoning:
+        yield decoder_pb2.StreamDelta(reasoning=answer.reasoning)
+    for index, word in enumerate(_text_of(answer).split(" ")):
+        piece = word if index == 0 else f" {word}"
+        yield decoder_pb2.StreamDelta(text=piece, token_ids=[index], token_index=index)
+    for index, call in enumerate(answer.tool_calls):
+        half = len(call.arguments) // 2
+        head = decoder_pb2.ToolCallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments[:half])
+        yield decoder_pb2.StreamDelta(tool_calls=[head])
+        yield decoder_pb2.StreamDelta(
+            tool_calls=[decoder_pb2.ToolCallDelta(index=index, arguments=call.arguments[half:])]
+        )

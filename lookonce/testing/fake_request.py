@@ -9,8 +9,17 @@ from typing import Self
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import UnsupportedError
+from lookonce.generation import Message, Role, Tool, ToolCall
 from lookonce.identity import REQUEST_ID_KEY
 from lookonce.images import ImageRef
+
+_MODES = {decoder_pb2.TOOL_MODE_NONE: "none", decoder_pb2.TOOL_MODE_REQUIRED: "required"}
+_ROLES: Mapping[int, Role] = {
+    decoder_pb2.ROLE_SYSTEM: "system",
+    decoder_pb2.ROLE_USER: "user",
+    decoder_pb2.ROLE_ASSISTANT: "assistant",
+    decoder_pb2.ROLE_TOOL: "tool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,13 @@ class FakeRequest:
     request_id: str
     # Metadata of the call, such as "authorization".
     metadata: Mapping[str, str] = field(repr=False)
+    # Functions that the model may call, and the choice among them as the SDK takes it.
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
+    # Messages of a chat, with their texts alone.
+    messages: tuple[Message, ...] = ()
+    # Arguments of the chat template, as JSON; empty: none.
+    template_arguments: str = ""
 
     @classmethod
     def of(cls, params: decoder_pb2.GenerateParams, metadata: Mapping[str, str]) -> Self:
@@ -39,7 +55,28 @@ class FakeRequest:
         texts = [*(part.text for part in parts if part.HasField("text")), params.text.text]
         request_id = params.request_id or metadata.get(REQUEST_ID_KEY, "")
         text, images = "\n".join(filter(None, texts)), tuple(images_of(sources))
-        return cls(text, images, _options_of(params.sampling), request_id, metadata)
+        chat = params.chat
+        return cls(
+            text,
+            images,
+            _options_of(params.sampling),
+            request_id,
+            metadata,
+            tuple(Tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in chat.tools),
+            chat.tool_choice.name or _MODES.get(chat.tool_choice.mode, "auto"),
+            tuple(map(_message_of, chat.messages)),
+            chat.template_arguments,
+        )
+
+
+def _message_of(message: decoder_pb2.ChatMessage) -> Message:
+    return Message(
+        _ROLES[message.role],
+        "".join(part.text for part in message.parts),
+        tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+        message.reasoning,
+        message.tool_call_id,
+    )
 
 
 def _options_of(sampling: decoder_pb2.SamplingParams) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import pathlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -15,12 +16,16 @@ import openai
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from decoder_svc.service import open_service
+from decoder_svc.settings import DecoderSettings
 from gateway_svc.app import open_app
 from gateway_svc.connection_limit import ConnectionLimit
 from gateway_svc.endpoints import Endpoints
 from gateway_svc.http_connection import http_connections
 from gateway_svc.serving import _listening
 from gateway_svc.settings import GatewaySettings
+from lookonce.server.admission.quotas import Quotas
+from tests.decoder_svc.encoders import served
 
 KEY = "key-of-a-user"
 PICTURE = b"the bytes of a picture"
@@ -66,6 +71,27 @@ class Gateway:
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         answer = await self.raw(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
         return int(answer.split(b" ")[1]), answer.partition(b"\r\n\r\n")[2]
+
+
+@asynccontextmanager
+async def running_decoder(folder: pathlib.Path) -> AsyncIterator[str]:
+    """Runs a decoder without an encoder and yields its target."""
+    settings = DecoderSettings(
+        model=folder,
+        encoder_target=None,
+        dtype="float32",
+        num_threads=1,
+        num_kv_blocks=200,
+        max_context_tokens=2000,
+        block_size=16,
+        drain_timeout_s=0.5,
+    )
+    registry = CollectorRegistry()
+    async with (
+        open_service(settings, registry, Quotas(None, registry)) as service,
+        served(settings, service.entry()) as target,
+    ):
+        yield target
 
 
 @asynccontextmanager

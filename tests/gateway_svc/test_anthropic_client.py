@@ -85,7 +85,7 @@ async def test_errors_are_those_of_anthropic(
 
 
 async def test_a_field_that_is_not_honoured_is_refused(client: anthropic.AsyncAnthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"thinking: is not supported.*INVALID_PARAMETER"):
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking.type: must be .*INVALID_PARAMETER"):
         await client.messages.create(
             model="fake",
             max_tokens=20,

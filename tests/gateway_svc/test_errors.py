@@ -42,13 +42,17 @@ def test_texts_of_other_programs_are_replaced(kind: type[LookonceError]) -> None
         (InvalidParameterError("prompt", "is empty"), "messages"),
         (InvalidParameterError("images[1].max_pixels", "is not offered"), "messages[2].content[0]"),
         (InvalidParameterError("images[7].max_pixels", "is not offered"), "messages[7].max_pixels"),
+        (InvalidParameterError("chat.messages[1].parts", "is empty"), "messages[2].content"),
+        (InvalidParameterError("chat.messages[1].tool_calls[0].arguments", "is no JSON"), "messages[2].arguments"),
+        (InvalidParameterError("chat.messages[10].role", "is wrong"), "messages[10].role"),
         (UnsupportedError("sampling.json_schema: is not offered"), "response_format"),
     ],
 )
 def test_fields_are_those_of_the_request(error: LookonceError, field: str) -> None:
     names = {"max_tokens": "max_completion_tokens", "json_schema": "response_format", "chat.messages": "messages"}
-    names |= {"prompt": "messages", "images": "messages"}
-    changed = renamed(error, names, ["messages[0].content[1]", "messages[2].content[0]"])
+    names |= {"prompt": "messages", "images": "messages", "images[1]": "messages[2].content[0]"}
+    names |= {"chat.messages[1]": "messages[2]", "chat.messages[1].tool_calls[0]": "messages[2]", ".parts": ".content"}
+    changed = renamed(error, names)
     assert changed.message.startswith(f"{field}: ")
     assert changed.metadata["field"] == field
     assert (changed.code, changed.reason) == (error.code, error.reason)
@@ -56,7 +60,7 @@ def test_fields_are_those_of_the_request(error: LookonceError, field: str) -> No
 
 def test_other_errors_keep_their_fields() -> None:
     for error in (InvalidParameterError("messages[0].role", "is wrong"), InternalError("a fault: of the server")):
-        assert renamed(error, {}, ()) is error
+        assert renamed(error, {}) is error
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lookonce.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from lookonce.generation import Delta
 from lookonce.testing import FakeRequest, FakeServer
 from tests.gateway_svc.gateways import KEY, PICTURE, Gateway, picture_part, running_gateway
 
@@ -213,13 +214,13 @@ async def test_an_error_after_the_first_piece_ends_the_stream(
 ) -> None:
     from lookonce.aio import AsyncTextStream
 
-    async def broken(self: AsyncTextStream) -> str:
-        if self._transcript.has_text:
+    async def broken(self: AsyncTextStream) -> Delta:
+        if self._transcript.has_content:
             raise UnavailableError("the decoder is gone")
         return await original(self)
 
-    original = AsyncTextStream.__anext__
-    monkeypatch.setattr(AsyncTextStream, "__anext__", broken)
+    original = AsyncTextStream._next
+    monkeypatch.setattr(AsyncTextStream, "_next", broken)
     stream = await gateway.client.chat.completions.create(**asked(("user", "hello")), stream=True)
     assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "a"]
     with pytest.raises(openai.APIError, match="the decoder is gone"):

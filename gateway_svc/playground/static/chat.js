@@ -33,10 +33,12 @@ async function conversation(turn) {
 }
 
 function showTurn(turn) {
+  turn.reasoning = make("p", { className: "answer-text" });
+  turn.thoughts = make("details", { hidden: true }, make("summary", {}, "Reasoning"), turn.reasoning);
   turn.text = make("p", { className: "answer-text" });
   turn.note = make("p", { className: "note", hidden: true });
   turn.below = make("div");
-  turn.article = make("article", { className: "answer", "aria-label": "Answer" }, turn.text, turn.note, turn.below);
+  turn.article = make("article", { className: "answer", "aria-label": "Answer" }, turn.thoughts, turn.text, turn.note, turn.below);
   const pictures = turn.files.length ? make("div", { className: "shown" }, ...turn.files.map(thumbnail)) : null;
   const question = turn.question ? make("p", {}, turn.question) : null;
   byId("turns").append(
@@ -87,6 +89,8 @@ async function run(turn) {
   running = new AbortController();
   Object.assign(turn, { answer: "", state: "running" });
   turn.text.textContent = "";
+  turn.reasoning.textContent = "";
+  turn.thoughts.hidden = true;
   turn.below.replaceChildren();
   notify(turn.note, "");
   turn.article.setAttribute("aria-busy", "true");
@@ -99,6 +103,10 @@ async function run(turn) {
       onText: (text) => {
         turn.answer += text;
         follow(() => turn.text.append(text));
+      },
+      onReasoning: (text) => {
+        turn.thoughts.hidden = false;
+        follow(() => turn.reasoning.append(text));
       },
     });
     turn.state = "done";

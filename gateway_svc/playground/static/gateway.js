@@ -115,9 +115,9 @@ async function* events(response) {
   }
 }
 
-// Asks for an answer, calls `onText` with each piece, and returns {finish, usage, times}. Times are those of this
-// browser, in seconds since the question.
-export async function ask(body, { signal, onText }) {
+// Asks for an answer, calls `onText` with each piece of its text and `onReasoning` with each piece of the reasoning
+// before it, and returns {finish, usage, times}. Times are those of this browser, in seconds since the question.
+export async function ask(body, { signal, onText, onReasoning = () => {} }) {
   const began = performance.now();
   const since = () => (performance.now() - began) / 1000;
   const response = await fetched("v1/chat/completions", {
@@ -132,6 +132,10 @@ export async function ask(body, { signal, onText }) {
       throw new GatewayError(sentence(String(event.error.message)), response.status);
     }
     const choice = event?.choices?.[0];
+    if (choice?.delta?.reasoning_content) {
+      answer.times.first ??= since();
+      onReasoning(choice.delta.reasoning_content);
+    }
     if (choice?.delta?.content) {
       answer.times.first ??= since();
       onText(choice.delta.content);

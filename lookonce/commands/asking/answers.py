@@ -14,10 +14,20 @@ from lookonce.generation import Choice, Generation, Usage
 
 
 def stream_text(stream: TextStream) -> None:
-    """Prints the text of an answer to stdout as it arrives, and its cost to stderr."""
-    for text in stream:
-        sys.stdout.write(visible(text))
-        sys.stdout.flush()
+    """Prints the text of an answer to stdout as it arrives, and to stderr the reasoning before it and its cost."""
+    is_reasoning = False
+    for delta in stream.deltas():
+        if delta.reasoning:
+            is_reasoning = True
+            err.print(f"[dim]{escape(visible(delta.reasoning))}[/]", end="", soft_wrap=True)
+        if delta.text:
+            if is_reasoning:
+                is_reasoning = False
+                err.print()
+            sys.stdout.write(visible(delta.text))
+            sys.stdout.flush()
+    if is_reasoning:
+        err.print()
     sys.stdout.write("\n")
     sys.stdout.flush()
     err.print(f"[dim]{escape(usage_line(stream.usage))}[/]", soft_wrap=True)
@@ -49,6 +59,8 @@ def json_answer(answer: Generation, num_images: int, num_video_frames: int, tota
     }
     if answer.logprobs:
         content["logprobs"] = answer.logprobs
+    if answer.reasoning:
+        content["reasoning"] = answer.reasoning
     if answer.others:
         content["others"] = [_other(choice) for choice in answer.others]
     return content
@@ -56,9 +68,9 @@ def json_answer(answer: Generation, num_images: int, num_video_frames: int, tota
 
 def _other(choice: Choice) -> dict[str, Any]:
     content = asdict(choice)
-    if not choice.logprobs:
-        del content["logprobs"]
-    return content
+    # The command asks for no calls.
+    del content["tool_calls"]
+    return {name: value for name, value in content.items() if name not in ("logprobs", "reasoning") or value}
 
 
 def usage_line(usage: Usage) -> str:

@@ -14,7 +14,19 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from gateway_svc.apis import chat, completions, messages, responses, sampling, usage
+from gateway_svc.apis import (
+    chat,
+    chat_messages,
+    completions,
+    message_blocks,
+    messages,
+    model_options,
+    response_items,
+    responses,
+    sampling,
+    tools,
+    usage,
+)
 from gateway_svc.apis.chat import CHAT_FIELDS, ChatRequest
 from gateway_svc.apis.completions import COMPLETION_FIELDS, CompletionRequest
 from gateway_svc.apis.fields import EXTENSIONS, Field
@@ -49,7 +61,12 @@ TABLES: dict[str, tuple[Mapping[str, Field], Any, Any, dict[str, Any]]] = {
         {"model": "m", "input": "hello"},
     ),
 }
-MODULES = {"chat": chat, "completions": completions, "messages": messages, "responses": responses}
+MODULES = {
+    "chat": (chat, chat_messages, model_options, tools),
+    "completions": (completions, chat),
+    "messages": (messages, message_blocks, tools),
+    "responses": (responses, response_items, chat, model_options, tools),
+}
 REFUSED = [
     (name, field) for name, (table, *_) in TABLES.items() for field, one in table.items() if one.rule == "refused"
 ]
@@ -66,9 +83,7 @@ def test_all_fields_of_the_official_client_are_in_the_table(name: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_honoured_field_is_read(name: str) -> None:
     table = TABLES[name][0]
-    source = "".join(
-        pathlib.Path(inspect.getfile(module)).read_text() for module in (MODULES[name], sampling, chat, usage)
-    )
+    source = "".join(pathlib.Path(inspect.getfile(module)).read_text() for module in (*MODULES[name], sampling, usage))
     read = {
         node.args[0].value
         for node in ast.walk(ast.parse(source.replace("from __future__ import annotations", "")))
@@ -159,10 +174,32 @@ def test_wrong_values_of_a_chat_are_named(field: str, value: Any) -> None:
     [
         ("hello", "messages[0]"),
         ({"content": "hello"}, "messages[0].role"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
+        ({"role": "tool", "tool_call_id": "1", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "tool", "tool_call_id": "1", "content": "x", "name": "find"}, "messages[0].name"),
         ({"role": "function", "content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "messages[0].tool_calls[0].type"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": {}}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{}"}}]},
+            "messages[0].tool_calls[0].id",
+        ),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "x"}}, "messages[0].function_call"),
+        ({"role": "assistant", "content": "x", "reasoning_content": 3}, "messages[0].reasoning_content"),
+        (
+            {"role": "assistant", "content": "x", "reasoning_content": "a", "reasoning": "b"},
+            "messages[0].reasoning",
+        ),
+        ({"role": "user", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
         ({"role": "user", "content": "x", "name": "Ann"}, "messages[0].name"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
@@ -222,6 +259,27 @@ def test_extensions_of_a_wrong_type_are_named(name: str, field: str, value: Any)
             "messages[0].content[0].source.type",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "x"}]}]},
+            "messages[0].content[0].input",
+        ),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"thinking": "adaptive"}, "thinking"),
     ],
 )
 def test_wrong_values_of_a_message_are_named(values: Any, field: str) -> None:
@@ -241,8 +299,14 @@ def test_two_names_of_one_limit_must_agree() -> None:
     "item",
     [
         {"type": "function_call", "name": "x"},
+        {"type": "function_call_output", "output": "x"},
+        {"type": "function_call_output", "call_id": "x"},
+        {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_file"}]},
+        {"type": "web_search_call", "id": "x"},
         {"type": "item_reference", "id": "x"},
-        {"type": "reasoning", "summary": []},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "reasoning", "content": [{"type": "text", "text": "x"}]},
+        {"role": "tool", "content": "x"},
         {"role": "user", "content": [{"type": "input_file", "file_id": "x"}]},
         {"role": "user", "content": [{"type": "input_image", "file_id": "x"}]},
     ],
