@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from decoder_svc import wire_request, wire_response
-from decoder_svc.answer.choices import Choices, generating_choices
+from decoder_svc.answer.choices import Choices, Prepared, generating_choices
 from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions
 from decoder_svc.engine.engine import Engine
@@ -28,6 +28,7 @@ from decoder_svc.prompt.sampling_check import check_num_choices
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.rows.encoder_client import EncoderClient
+from decoder_svc.scheduling.request_output import FinishReason
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
@@ -36,7 +37,7 @@ from lookonce.server.telemetry import current_request_id, replace_request_id
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
-GENERATE_METHODS = ("Generate", "GenerateStream")
+GENERATE_METHODS = ("Generate", "GenerateStream", "Score")
 # GetModelInfo waits this long for the encoder's fingerprint, and then answers without it.
 _FINGERPRINT_TIMEOUT_S = 1.0
 
@@ -70,8 +71,18 @@ class ServedModel:
     version: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """What a request for likelihoods has beside its prompt."""
+
+    # Texts or token ids.
+    continuations: Sequence[str | tuple[int, ...]]
+    # Alternatives to report for each token; None: no log probabilities but the token's own.
+    num_logprobs: int | None
+
+
 class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
-    """The seven calls of the DecoderService contract."""
+    """The eight calls of the DecoderService contract."""
 
     def __init__(
         self,
@@ -151,6 +162,30 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                             replica_load=wire_response.replica_load(self._engine.load()),
                         )
                     )
+
+    async def Score(
+        self, request: decoder_service_pb2.ScoreRequest, context: Context
+    ) -> decoder_service_pb2.ScoreResponse:
+        """Returns the likelihood of each continuation."""
+        scoring = _Scoring(
+            wire_request.parse_continuations(request), request.logprobs if request.HasField("logprobs") else None
+        )
+        submitting = self._submitted(request.params, context, scoring)
+        del request
+        async with submitting as (ticket, answers):
+            await answers.admission()
+            response = decoder_service_pb2.ScoreResponse(request_id=ticket.request_id)
+            for _ in scoring.continuations:
+                response.scores.add()
+            is_aborted = False
+            async for index, increment in answers.increments():
+                wire_response.add_to_score(response.scores[index], increment, scoring.num_logprobs)
+                is_aborted = is_aborted or increment.finish_reason is FinishReason.ABORT
+            if is_aborted:
+                raise AbortedError("the request was aborted")
+            response.usage.CopyFrom(wire_response.usage(answers.usage))
+            response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
+            return response
 
     async def Tokenize(
         self, request: decoder_service_pb2.TokenizeRequest, context: Context
@@ -233,9 +268,12 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
 
     @asynccontextmanager
     async def _submitted(
-        self, params: decoder_service_pb2.GenerateParams, context: Context
+        self, params: decoder_service_pb2.GenerateParams, context: Context, scoring: _Scoring | None = None
     ) -> AsyncIterator[tuple[Ticket, Choices]]:
-        """Admits, prepares and submits a request. Leaving the block aborts it and frees its place."""
+        """Admits, prepares and submits a request. Leaving the block aborts it and frees its place.
+
+        With `scoring`, each answer is one of its continuations.
+        """
         arrival_s = time.monotonic()
         own_s = context.time_remaining()
         remaining_s = self._default_timeout_s if own_s is None else own_s
@@ -247,6 +285,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._check_params(params)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         num_choices = check_num_choices(params.sampling.n if params.sampling.HasField("n") else None)
+        if scoring is not None:
+            num_choices = len(scoring.continuations)
         arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
         with self._gate.admitted(arrival) as ticket:
             sampling = wire_request.parse_sampling(params.sampling)
@@ -257,7 +297,13 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             del params
             ticket.held.enter_context(self._gate.images_in_progress(identity, num_inline_bytes(spec)))
             charge_pixels = partial(self._gate.charge_pixels, identity)
-            prepared = await self._preparer.prepare(spec, sampling, tenant, request_id, charge_pixels)
+            prepared: Prepared
+            if scoring is None:
+                prepared = await self._preparer.prepare(spec, sampling, tenant, request_id, charge_pixels)
+            else:
+                prepared = await self._preparer.prepare_scoring(
+                    spec, scoring.continuations, scoring.num_logprobs, tenant, request_id, charge_pixels
+                )
             del spec
             if ticket.is_aborted:
                 raise AbortedError("the request was aborted before it began")

@@ -24,7 +24,7 @@ from decoder_svc.prompt.prompt_spec import (
     VideoPart,
     VideoSource,
 )
-from decoder_svc.prompt.sampling_check import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
+from decoder_svc.prompt.sampling_check import MAX_CHOICES, MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
 from decoder_svc.scheduling.request import CacheScope
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from decoder_svc.tools.tool import Tool, ToolCall, ToolChoice, ToolMode
@@ -102,6 +102,21 @@ def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
         ToolChoice(mode, chat.tool_choice.name, chat.tool_choice.single_call),
         chat.template_arguments,
     )
+
+
+def parse_continuations(request: decoder_service_pb2.ScoreRequest) -> list[str | tuple[int, ...]]:
+    """Returns texts and token ids of continuations. Raises InvalidParameterError."""
+    if request.params.HasField("sampling"):
+        raise InvalidParameterError("params.sampling", "must be unset: nothing is sampled")
+    if not 1 <= len(request.continuations) <= MAX_CHOICES:
+        raise InvalidParameterError("continuations", f"must be 1 to {MAX_CHOICES}, got {len(request.continuations)}")
+    found: list[str | tuple[int, ...]] = []
+    for index, continuation in enumerate(request.continuations):
+        kind = continuation.WhichOneof("content")
+        if kind is None:
+            raise InvalidParameterError(f"continuations[{index}]", "is empty; set text or tokens")
+        found.append(continuation.text if kind == "text" else tuple(continuation.tokens.token_ids))
+    return found
 
 
 def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:

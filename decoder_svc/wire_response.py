@@ -93,6 +93,21 @@ def delta(increment: TextIncrement, index: int, token_index: int) -> decoder_ser
     )
 
 
+def add_to_score(score: decoder_service_pb2.Score, increment: TextIncrement, num_logprobs: int | None) -> None:
+    """Adds the next tokens of a continuation to its score, with their alternatives if any are asked for."""
+    if not score.token_ids:
+        score.is_greedy = True
+    score.token_ids.extend(increment.token_ids)
+    for position in increment.logprobs:
+        (token_id, logprob), (likeliest_id, _), *_ = position.top
+        score.token_logprobs.append(logprob)
+        score.logprob += logprob
+        score.is_greedy = score.is_greedy and token_id == likeliest_id
+        if num_logprobs is not None:
+            top = TokenLogprobs(position.top[: 1 + num_logprobs])
+            score.logprobs.extend(token_logprobs([top]))
+
+
 def placeholder_range(item: ImageItem) -> decoder_service_pb2.PlaceholderRange:
     """Returns the range of an image's tokens in the prompt, with the image's key."""
     key = common_pb2.ContentKey(

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions, SubmittedRequest, generating
@@ -18,6 +19,14 @@ from decoder_svc.prompt.preparation import PreparedRequest
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import RequestUsage
+
+
+class Prepared(Protocol):
+    """A request that is ready for the engine, once for each answer."""
+
+    def choice(self, index: int) -> PreparedRequest:
+        """Returns the request for the answer with this index."""
+
 
 # An increment of the choice with this index, or None when the scheduler has admitted the choice.
 _Event = tuple[int, TextIncrement | None]
@@ -81,7 +90,7 @@ def combined(usages: Sequence[RequestUsage]) -> RequestUsage:
 async def generating_choices(
     engine: Engine,
     request_ids: Sequence[RequestId],
-    prepared: PreparedRequest,
+    prepared: Prepared,
     options: GenerationOptions,
     tokenizer: TextTokenizer,
 ) -> AsyncIterator[Choices]:

@@ -18,8 +18,9 @@ import msgspec
 
 from decoder_svc.constraint.constraint_checker import field_of
 from decoder_svc.constraint.constraint_process import ConstraintProcess
+from decoder_svc.constraint.fixed_answer import FixedAnswer
 from decoder_svc.constraint.frames import Follow, Followed, Opening, Step, Vocabulary, encoded, received
-from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, LookonceError, UnavailableError
 from lookonce.logs import get_logger
 from lookonce.process.process_clock import ProcessClock, TimeLimits
@@ -108,6 +109,8 @@ class AnswerFollower:
         Raises InvalidParameterError if it is refused after all, and what starting a process raises. Where the process
         ends, the answer will tell.
         """
+        if constraint.kind is ConstraintKind.FIXED_TOKENS:
+            return
         process = self.running()
         clock = ProcessClock(process.pid, _COMPILE_LIMITS)
         try:
@@ -118,24 +121,37 @@ class AnswerFollower:
         if refusal is not None:
             raise InvalidParameterError(field_of(constraint), refusal)
 
-    def follow(self, constraint: Constraint, num_prompt_tokens: int, stop_token_ids: Collection[int]) -> FollowedAnswer:
+    def follow(
+        self, constraint: Constraint, num_prompt_tokens: int, stop_token_ids: Collection[int]
+    ) -> FollowedAnswer | FixedAnswer:
         """Begins an answer behind a prompt. `stop_token_ids` end it."""
+        if constraint.kind is ConstraintKind.FIXED_TOKENS:
+            return FixedAnswer(self, constraint, num_prompt_tokens, self._num_logits)
         answer = FollowedAnswer(self, next(self._ids), constraint, num_prompt_tokens, stop_token_ids, self._num_logits)
         weakref.finalize(answer, self._ended_ids.append, answer.answer_id)
         return answer
 
     def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
         """Returns the tokens that grammars leave no choice about, as ConstraintFollower says."""
-        return [[] if one is None else one.forced_ids for one in self._ask(answers, num_tokens).result()]
+        followed = [answer for answer in answers if _fixed(answer) is None]
+        found = iter(self._ask(followed, num_tokens).result() if followed else [])
+        return [
+            _forced_ids(next(found)) if fixed is None else fixed.forced(answer, num_tokens)
+            for answer in answers
+            for fixed in [_fixed(answer)]
+        ]
 
     def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
         """Begins to compute masks, as ConstraintFollower says."""
-        question = self._ask(answers, 0)
+        followed = [answer for answer in answers if _fixed(answer) is None]
+        question = self._ask(followed, 0) if followed else None
 
         def masks() -> list[list[bytes]]:
+            found = iter([] if question is None else question.result())
             return [
-                self._filled([] if one is None else one.masks, 1 + len(answer.draft_ids))
-                for answer, one in zip(answers, question.result(), strict=True)
+                self._filled(next(found), answer) if fixed is None else fixed.masks(answer)
+                for answer in answers
+                for fixed in [_fixed(answer)]
             ]
 
         return masks
@@ -180,8 +196,9 @@ class AnswerFollower:
         self._question = _Question(self, answers, num_forced)
         return self._question
 
-    def _filled(self, masks: Sequence[bytes], num_masks: int) -> list[bytes]:
-        return [*masks, *[self._all] * (num_masks - len(masks))]
+    def _filled(self, outcome: Followed | None, answer: AnswerSoFar) -> list[bytes]:
+        masks = [] if outcome is None else outcome.masks
+        return [*masks, *[self._all] * (1 + len(answer.draft_ids) - len(masks))]
 
 
 class _Question:
@@ -267,3 +284,11 @@ class _Question:
 def _followed(answer: AnswerSoFar) -> FollowedAnswer:
     assert isinstance(answer.constraint, FollowedAnswer), "an engine has one follower"
     return answer.constraint
+
+
+def _fixed(answer: AnswerSoFar) -> FixedAnswer | None:
+    return answer.constraint if isinstance(answer.constraint, FixedAnswer) else None
+
+
+def _forced_ids(outcome: Followed | None) -> list[int]:
+    return [] if outcome is None else outcome.forced_ids

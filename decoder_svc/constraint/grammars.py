@@ -196,6 +196,8 @@ def _grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.TOOL_CALLS:
             return LLMatcher.grammar_from_lark(_grammar_of_calls(constraint.text))
+        case ConstraintKind.FIXED_TOKENS:
+            raise AssertionError("given tokens have no grammar")
 
 
 def named_control_ids(constraint: Constraint) -> frozenset[int]:

@@ -52,7 +52,8 @@ class ChatTools:
         template = self._template
         if template is None:
             return None
-        functions, shown_ids = None, set()
+        functions: Functions | None = None
+        shown_ids: set[int] = set()
         if chat.shown_tools and template.tool_format is not None:
             functions = Functions(
                 template.tool_format, {tool.name: _types_of(tool.parameters) for tool in chat.shown_tools}
@@ -93,7 +94,7 @@ class ChatTools:
         """Yields the ids of those texts that are tokens without text in answers."""
         for text in texts:
             token_id = self._tokenizer.backend.token_to_id(text)
-            if token_id in self._tokenizer.special_token_ids:
+            if token_id is not None and token_id in self._tokenizer.special_token_ids:
                 yield token_id
 
 

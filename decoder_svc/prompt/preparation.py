@@ -5,7 +5,7 @@ The work is cut into pieces that take turns with those of other calls (preparati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
@@ -20,6 +20,7 @@ from decoder_svc.prompt.sampling_check import (
     SamplingSpec,
     check_sampling,
     fit_to_context,
+    fixed_sampling,
 )
 from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
 from decoder_svc.scheduling.prompt import Prompt
@@ -52,6 +53,18 @@ class PreparedRequest:
         if self.params.seed is None or index == 0:
             return self
         return replace(self, params=replace(self.params, seed=(self.params.seed + index) % _NUM_SEEDS))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedScoring:
+    """A checked request for the likelihood of continuations."""
+
+    # One request per continuation; all have the same prompt.
+    requests: tuple[PreparedRequest, ...]
+
+    def choice(self, index: int) -> PreparedRequest:
+        """Returns the request for the continuation with this index."""
+        return self.requests[index]
 
 
 class RequestPreparer:
@@ -115,6 +128,31 @@ class RequestPreparer:
                 await self._check_constraint(caller, constraint)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked, form)
+
+    async def prepare_scoring(
+        self,
+        spec: PromptSpec,
+        continuations: Sequence[str | tuple[int, ...]],
+        num_logprobs: int | None,
+        tenant: Tenant,
+        request_id: str,
+        charge_pixels: Callable[[int], None] | None = None,
+    ) -> PreparedScoring:
+        """Returns the checked request for the likelihood of continuations. Raises what `prepare` raises.
+
+        `num_logprobs` is the number of alternatives for each token.
+        """
+        prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
+        caller, cost = caller_of(tenant, request_id), _text_cost(spec)
+        requests = []
+        for continuation in continuations:
+            token_ids = await self._threads.compute_text(
+                caller, cost + len(continuation), self._builder.continuation_ids, spec, continuation
+            )
+            checked = fixed_sampling(token_ids, num_logprobs, self._limits)
+            params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
+            requests.append(PreparedRequest(prompt, params, checked))
+        return PreparedScoring(tuple(requests))
 
     async def _check_constraint(self, caller: CallerId, constraint: Constraint | None) -> None:
         if constraint is not None and not self._checker.is_served(constraint):

@@ -154,6 +154,34 @@ class PromptBuilder:
         positions = self._family.positions(len(token_ids), spans, layouts)
         return Prompt(tuple(token_ids), items, positions, self._family.mask)
 
+    def continuation_ids(self, spec: PromptSpec, continuation: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the token ids of a continuation: of a text, those that it adds to the prompt's text.
+
+        Raises InvalidParameterError for one without tokens, and for ids outside the vocabulary.
+        """
+        token_ids = self._added_ids(spec, continuation) if isinstance(continuation, str) else continuation
+        if not token_ids:
+            raise InvalidParameterError("continuations", "must have at least one token each")
+        if max(token_ids) >= self._limits.vocab_size:
+            raise InvalidParameterError(
+                "continuations", f"must be below the vocabulary's {self._limits.vocab_size}, got {max(token_ids)}"
+            )
+        return token_ids
+
+    def _added_ids(self, spec: PromptSpec, text: str) -> tuple[int, ...]:
+        """Returns the tokens that a text adds to those of the prompt, without the tokens of its images."""
+        if isinstance(spec, TokenPrompt):
+            # Nothing says how the prompt's text would go on.
+            return tuple(self._tokenizer.encode_trusted(text, is_complete=True))
+        if isinstance(spec, TextPrompt):
+            before, whole = map(self._tokenizer.encode_trusted, (spec.text, spec.text + text))
+        else:
+            pieces = self._rendered(spec)
+            before = self._tokenizer.encode_pieces(pieces)
+            whole = self._tokenizer.encode_pieces([*pieces, TextPiece(text, is_trusted=False)])
+        # Where both texts share a token at the border, this is what transformers' users do, too.
+        return tuple(whole[len(before) :])
+
     def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:
         """Returns one layout per image: by its size, or for a frame pair the layout from its video."""
         of_pairs = (layout for video in videos for layout in video.layouts)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decoder_svc.constraint.constraint_checker import field_of
+from decoder_svc.constraint.fixed_answer import fixed_tokens
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 from lookonce.model.generation_defaults import GenerationDefaults
@@ -105,6 +106,21 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
     if params.constraint is not None and not params.stop_token_ids:
         raise UnsupportedError("this model has no end-of-sequence token, which structured output needs")
     return CheckedSampling(params, _stop_strings(spec.stop, limits), has_max_tokens=spec.max_tokens is not None)
+
+
+def fixed_sampling(token_ids: Sequence[int], num_logprobs: int | None, limits: SamplingLimits) -> CheckedSampling:
+    """Returns the values for an answer that has these tokens and tells how likely they are.
+
+    Raises InvalidParameterError for too many alternatives per token.
+    """
+    number = _integer("logprobs", num_logprobs, 0, limits.max_logprobs, 0)
+    params = SamplingParams(
+        max_tokens=len(token_ids),
+        constraint=Constraint(ConstraintKind.FIXED_TOKENS, fixed_tokens(token_ids)),
+        # The likeliest token tells whether greedy decoding would choose this one.
+        logprobs=max(number, 1),
+    )
+    return CheckedSampling(params, (), has_max_tokens=True)
 
 
 def check_num_choices(number: int | None) -> int:

@@ -18,8 +18,9 @@ class ConstraintKind(enum.Enum):
     GRAMMAR = "grammar"
     JSON_OBJECT = "json_object"
     CHOICE = "choice"
-    # Has no field: the prompt's functions are the constraint.
+    # These have no field: the prompt's functions are the constraint, or the answer is given, to find its likelihood.
     TOOL_CALLS = "tool_calls"
+    FIXED_TOKENS = "fixed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Constraint:
 
     kind: ConstraintKind
     # A JSON schema, a regular expression that matches the whole answer, a grammar in Lark's notation, a JSON list of
-    # the texts of which the answer is one, or what tools/call_grammar.py writes; empty for any JSON object.
+    # the texts of which the answer is one, what tools/call_grammar.py writes, or a JSON list of ids; empty for any JSON
+    # object.
     text: str
 
 

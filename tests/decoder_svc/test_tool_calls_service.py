@@ -32,7 +32,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "stop": {"type": "object", "properties": {}, "additionalProperties": False},
     "note": {
         "type": "object",
-        "properties": {"place": {"type": ["integer", "null"]}, "tags": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}},
+        "properties": {
+            "place": {"type": ["integer", "null"]},
+            "tags": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+        },
         "additionalProperties": False,
     },
 }
@@ -70,7 +73,8 @@ def asked(mode: pb.ToolMode.ValueType = pb.TOOL_MODE_REQUIRED, **sampling: Any) 
 async def answer(decoder: RunningDecoder, params: pb.GenerateParams) -> pb.Choice:
     """Returns the only answer, after comparing it with the same one in a stream."""
     whole = (await decoder.stub.Generate(pb.GenerateRequest(params=params))).choices[0]
-    text, reasoning, calls = "", "", []
+    text, reasoning = "", ""
+    calls: list[list[str]] = []
     async for event in decoder.stub.GenerateStream(pb.GenerateStreamRequest(params=params)):
         if event.HasField("delta"):
             text, reasoning = text + event.delta.text, reasoning + event.delta.reasoning

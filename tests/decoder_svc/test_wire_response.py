@@ -12,6 +12,7 @@ from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.engine.figures import EngineLoad
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request_output import FinishReason, RequestUsage, TokenLogprobs
+from decoder_svc.tools.tool import CallDelta
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
@@ -20,7 +21,20 @@ from tests.decoder_svc.scheduling.simulation import image
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_every_finish_reason_has_a_value_of_its_name(reason: FinishReason) -> None:
-    assert pb.FinishReason.Name(wire_response.finish_reason(reason)) == f"FINISH_REASON_{reason.name}"
+    increment = TextIncrement("", (), (), reason)
+    assert pb.FinishReason.Name(wire_response.finish_reason(increment)) == f"FINISH_REASON_{reason.name}"
+
+
+def test_an_answer_that_ends_with_calls_says_so() -> None:
+    choice = pb.Choice()
+    parts = [
+        TextIncrement("So. ", (), (), None, "hm"),
+        TextIncrement("", (), (), None, "", (CallDelta(0, "", "a", "f"), CallDelta(0, '{"x"'))),
+        TextIncrement("", (), (), FinishReason.STOP, "", (CallDelta(0, ": 1}"), CallDelta(1, "{}", "b", "g")), True),
+    ]
+    wire_response.complete(choice, parts)
+    calls = [pb.ToolCall(id="a", name="f", arguments='{"x": 1}'), pb.ToolCall(id="b", name="g", arguments="{}")]
+    assert choice == pb.Choice(text="So. ", reasoning="hm", tool_calls=calls, finish_reason=pb.FINISH_REASON_TOOL_CALLS)
 
 
 def test_usage_has_every_count_and_both_times() -> None:

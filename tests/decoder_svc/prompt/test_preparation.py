@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
+from decoder_svc.prompt.chat_tools import ChatTools
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.preparation_threads import PreparationThreads
@@ -47,6 +48,7 @@ def preparer(text: LoadedText, threads: PreparationThreads, prompts: PromptBuild
     """Returns the preparer of a decoder without an encoder."""
     return RequestPreparer(
         builder(text, CONTEXT) if prompts is None else prompts,
+        ChatTools(text.tokenizer, text.template),
         VideoSplitter(text.family, IMAGE_LIMITS),
         ImageResolver(None, None, IMAGE_LIMITS, threads),
         GenerationDefaults(),

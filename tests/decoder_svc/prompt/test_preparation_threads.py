@@ -15,6 +15,7 @@ import pytest
 
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.prompt import image_resolver, preparation_threads, video_frames
+from decoder_svc.prompt.chat_tools import ChatTools
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.preparation_threads import PreparationThreads
@@ -149,6 +150,7 @@ def preparer(qwen_text: LoadedText, threads: PreparationThreads) -> RequestPrepa
     limits = PromptLimits(8192, NUM_IMAGES, qwen_text.vocab_size, NUM_FRAMES)
     return RequestPreparer(
         PromptBuilder(qwen_text.tokenizer, qwen_text.template, qwen_text.family, limits),
+        ChatTools(qwen_text.tokenizer, qwen_text.template),
         VideoSplitter(qwen_text.family, LIMITS),
         ImageResolver(cast(EncoderClient, Encoder()), None, LIMITS, threads),
         GenerationDefaults(),

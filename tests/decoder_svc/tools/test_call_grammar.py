@@ -180,7 +180,10 @@ def test_a_form_without_a_grammar_is_named() -> None:
     ("schema", "reason"),
     [
         ({"if": {}}, r"\[0\]\.parameters: .*if"),
-        ({"properties": {"x": {"pattern": "\\b"}}}, r"\[0\]\.parameters: .*pattern.*properties\.x|\[0\]\.parameters: .*x"),
+        (
+            {"properties": {"x": {"pattern": "\\b"}}},
+            r"\[0\]\.parameters: .*pattern.*properties\.x|\[0\]\.parameters: .*x",
+        ),
         ({"properties": {"x": {"minimum": 1e300}}}, r"\[0\]\.parameters: .*digits"),
     ],
 )

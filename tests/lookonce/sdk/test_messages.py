@@ -12,7 +12,7 @@ import pytest
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
 from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
-from lookonce.generation import GenerateOptions, Message
+from lookonce.generation import Delta, GenerateOptions, Message
 from lookonce.images import ImageRef
 from lookonce.sdk.answers import Transcript, generation_of
 from lookonce.sdk.decoder_facts import model_info_of
@@ -173,7 +173,7 @@ def test_a_chat_with_separate_images_or_an_unknown_role_is_refused(prompt: list[
 def test_a_transcript_joins_the_pieces_of_a_stream() -> None:
     transcript = Transcript()
     pieces = [transcript.add(event) for event in stream_of(["a", "b"], USAGE)]
-    assert pieces == ["", "a", " b", ""]
+    assert pieces == [None, Delta("a"), Delta(" b"), None]
     generation = transcript.generation()
     assert (generation.text, generation.token_ids, generation.finish_reason) == ("a b", (0, 1), "stop")
     assert generation.request_id == "r"
