@@ -73,7 +73,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """What a request for likelihoods has beside its prompt."""
+    """The parts of a request for likelihoods, except for its prompt."""
 
     # Texts or token ids.
     continuations: Sequence[str | tuple[int, ...]]

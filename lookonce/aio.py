@@ -21,9 +21,9 @@ from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError
-from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, RequestOptions, Scoring, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.answers import generation_of
+from lookonce.sdk.answers import generation_of, scoring_of
 from lookonce.sdk.async_text_stream import AsyncTextStream
 from lookonce.sdk.calls import AsyncCalls, not_ready_error
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline, check_request_id, connection_options
@@ -141,7 +141,7 @@ class AsyncClient:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
-                        attempt = self._connection.generate(affinity)
+                        attempt = self._connection.placed("Generate", affinity)
                         return generation_of(await self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         await self._supply(prepared, error, deadline, turn)
@@ -189,6 +189,36 @@ class AsyncClient:
         stream = AsyncTextStream(self._calls, attempts, metadata, prepare, start, supply, turn, span)
         self._connection.add(stream)
         return stream
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        images: Sequence[ImageLike] = (),
+        *,
+        logprobs: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Scoring:
+        """Returns how likely each continuation of a prompt is: texts, or ids of tokens.
+
+        `logprobs` is the number of likely alternatives to return for each token.
+        """
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
+        with tracing.calling("client.score"):
+            prepared = await _prepared(prompt, images, options, deadline)
+            affinity = prepared.affinity
+            metadata = with_affinity(self._options.metadata(options.get("request_id")), affinity)
+            await self._connection.open_replicas(deadline)
+            with self._connection.uploads.turn(self._options.caller) as turn:
+                while True:
+                    request = prepared.score_request(continuations, logprobs)
+                    try:
+                        attempt = self._connection.placed("Score", affinity)
+                        response = await self._calls.unary(attempt, request, deadline, metadata)
+                        return scoring_of(response, len(continuations))
+                    except EmbeddingNotCachedError as error:
+                        await self._supply(prepared, error, deadline, turn)
 
     async def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
         """Encodes the images that are not cached yet; returns a reference for each, with its `.encoding` filled in."""
@@ -343,7 +373,7 @@ class AsyncClient:
 
 
 async def _prepared(
-    prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions, deadline: Deadline
+    prompt: Prompt, images: Sequence[ImageLike], options: RequestOptions, deadline: Deadline
 ) -> PreparedPrompt:
     """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
     if isinstance(prompt, str) and isinstance(images, list | tuple) and not images:

@@ -19,9 +19,9 @@ from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError
-from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, RequestOptions, Scoring, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.answers import generation_of
+from lookonce.sdk.answers import generation_of, scoring_of
 from lookonce.sdk.calls import SyncCalls, not_ready_error
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline, check_request_id, connection_options
 from lookonce.sdk.connection.environment import named_connection
@@ -156,7 +156,7 @@ class Client:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
-                        attempt = self._connection.generate(affinity, deadline)
+                        attempt = self._connection.placed("Generate", affinity, deadline)
                         return generation_of(self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         self._supply(prepared, error, deadline, turn)
@@ -199,6 +199,35 @@ class Client:
         stream = TextStream(self._calls, attempts, metadata, start, supply, turn, span)
         self._connection.add(stream)
         return stream
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        images: Sequence[ImageLike] = (),
+        *,
+        logprobs: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Scoring:
+        """Returns how likely each continuation of a prompt is: texts, or ids of tokens.
+
+        `logprobs` is the number of likely alternatives to return for each token.
+        """
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
+        with tracing.calling("client.score"):
+            prepared = PreparedPrompt(prompt, images, options)
+            affinity = prepared.affinity
+            metadata = with_affinity(self._options.metadata(options.get("request_id")), affinity)
+            with self._connection.uploads.turn(self._options.caller) as turn:
+                while True:
+                    request = prepared.score_request(continuations, logprobs)
+                    try:
+                        attempt = self._connection.placed("Score", affinity, deadline)
+                        response = self._calls.unary(attempt, request, deadline, metadata)
+                        return scoring_of(response, len(continuations))
+                    except EmbeddingNotCachedError as error:
+                        self._supply(prepared, error, deadline, turn)
 
     def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
         """Encodes the images that are not cached yet; returns a reference for each, with its `.encoding` filled in."""

@@ -57,7 +57,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one message of a stream adds to an answer."""
+    """The part that one message of a stream adds to an answer."""
 
     text: str = ""
     # Reasoning of the model before its answer, if it marks that.
@@ -96,7 +96,27 @@ Prompt: TypeAlias = "str | TextPrompt | Sequence[Message]"
 """A question, a prompt as text, or a chat."""
 
 
-class GenerateOptions(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `score`, and of `generate` and `stream` as well. None is the default."""
+
+    # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
+    request_id: str | None
+    priority: int | None
+    cache_salt: str | None
+    adapter: str | None
+    bypass_prefix_cache: bool | None
+    # Functions that the model may call, and whether it does: "auto", "none", "required", or the name of one. With
+    # `parallel_tool_calls` False an answer ends behind its first call. For chats only.
+    tools: Sequence[Tool] | None
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
+    # Arguments of the model's chat template, such as {"enable_thinking": False}.
+    template_arguments: Mapping[str, object] | None
+    # Deadline of the whole call, seconds; math.inf: none. Default: the client's.
+    timeout_s: float | None
+
+
+class GenerateOptions(RequestOptions, total=False):
     """Keyword arguments of `generate` and `stream`. An option that is left out, or None, takes its default."""
 
     # Sampling; decoder_service.proto defines the ranges. temperature 0 is greedy.
@@ -124,23 +144,8 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str | None
     json_object: bool | None
     choice: Sequence[str] | None
-    # Functions that the model may call, and whether it does: "auto", "none", "required", or the name of one. With
-    # `parallel_tool_calls` False an answer ends behind its first call. For chats only.
-    tools: Sequence[Tool] | None
-    tool_choice: str | None
-    parallel_tool_calls: bool | None
-    # Arguments of the model's chat template, such as {"enable_thinking": False}.
-    template_arguments: Mapping[str, object] | None
     # Number of answers, 1 to 128; `stream` gives one. They share the prompt, and answer i has the seed `seed` + i.
     n: int | None
-    # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
-    request_id: str | None
-    priority: int | None
-    cache_salt: str | None
-    adapter: str | None
-    bypass_prefix_cache: bool | None
-    # Deadline of the whole call, seconds; math.inf: none. Default: the client's.
-    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +221,30 @@ class Generation:
     def message(self) -> Message:
         """The answer as a message for the next turn."""
         return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The likelihood of one continuation of a prompt."""
+
+    # Natural logarithm of its probability: the sum of `token_logprobs`.
+    logprob: float
+    # Ids of its tokens.
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    # Whether greedy decoding would write this continuation.
+    is_greedy: bool
+    # Entry i belongs to token_ids[i]; empty unless asked for.
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The answer of a `score` call."""
+
+    # One per continuation, in order.
+    scores: tuple[Score, ...]
+    # The prompt counts once; the tokens of all continuations are `completion_tokens`.
+    usage: Usage
+    # The request's id, for logs and AbortRequest.
+    request_id: str

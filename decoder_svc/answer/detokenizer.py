@@ -26,7 +26,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: TextTokenizer, shown_token_ids: Collection[int] = ()) -> None:
-        """Of the special tokens, only `shown_token_ids` have a text."""
+        """No special token has a text, except for `shown_token_ids`."""
         self._tokenizer = tokenizer
         self._shown_ids = frozenset(shown_token_ids)
         self._hidden_ids = tokenizer.special_token_ids - self._shown_ids

@@ -45,7 +45,7 @@ class PreparedRequest:
     # The parameters of `sampling`, with max_tokens limited to the context.
     params: SamplingParams
     sampling: CheckedSampling
-    # How the answer is read; None: all of it is text.
+    # The parts that the answer may have; None: all of it is text.
     form: AnswerForm | None = None
 
     def choice(self, index: int) -> PreparedRequest:

@@ -179,7 +179,7 @@ class PromptBuilder:
             pieces = self._rendered(spec)
             before = self._tokenizer.encode_pieces(pieces)
             whole = self._tokenizer.encode_pieces([*pieces, TextPiece(text, is_trusted=False)])
-        # Where both texts share a token at the border, this is what transformers' users do, too.
+        # The two texts may share a token at the border. Then evaluation harnesses cut at this place, too.
         return tuple(whole[len(before) :])
 
     def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:

@@ -40,7 +40,7 @@ class AnswerForm:
 
 @dataclass(slots=True)
 class ReadAnswer:
-    """What one piece of an answer adds."""
+    """The parts that were found in one piece of an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -50,11 +50,11 @@ class ReadAnswer:
 
 
 class _Place(enum.Enum):
-    """Places in an answer."""
+    """The part of an answer in which the reader is."""
 
     BEGINNING = "beginning"
     REASONING = "reasoning"
-    # Behind the reasoning or a call, where white space does not count.
+    # The reasoning or a call has just ended. White space does not count here.
     GAP = "gap"
     TEXT = "text"
     CALL = "call"

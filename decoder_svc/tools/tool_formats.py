@@ -29,7 +29,7 @@ class CallStyle(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One form of calls."""
+    """A form in which models write calls, as data."""
 
     name: str
     style: CallStyle

@@ -49,11 +49,6 @@ class AnswerParts:
         # The part that may still grow.
         self._open: AnswerPart | None = None
 
-    @property
-    def ends_in_text(self) -> bool:
-        """Whether the last part is a text, as it is if the answer ends without any part."""
-        return not self._parts or self._parts[-1].kind == "text"
-
     def add(self, delta: Delta) -> Iterator[Step]:
         """Yields the steps that new text, reasoning and calls make."""
         num_of_open = next((i for i, call in enumerate(delta.tool_calls) if call.id), len(delta.tool_calls))

@@ -13,7 +13,7 @@ from lookonce.generation import Delta, Generation
 BlockEvent: TypeAlias = tuple[str, dict[str, Any]]
 """The name of an event, and its fields."""
 
-# The name under which Anthropic's documentation puts arguments that are no JSON object.
+# The name of arguments that are no JSON object, since `input` must be one.
 _INVALID_JSON = "INVALID_JSON"
 
 

@@ -39,18 +39,13 @@ class ResponseOutput:
         # The items that have ended.
         self.items: list[dict[str, Any]] = []
 
-    @property
-    def ends_in_text(self) -> bool:
-        """Whether the last item is a text, as it is if the answer ends without any item."""
-        return self._parts.ends_in_text
-
     def add(self, delta: Delta, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[OutputEvent]:
         """Yields the events for an addition to the answer. `logprobs` are those of its text's tokens."""
         for step in self._parts.add(delta):
             yield from self._events(step, "completed", logprobs if step.part.kind == "text" else ())
 
     def end(self, reason: FinishReason, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[OutputEvent]:
-        """Yields the events at the end of the answer. `logprobs` are those of tokens that have added nothing."""
+        """Yields the events at the end of the answer. `logprobs` are those of the tokens behind the last addition."""
         for step in self._parts.end():
             if step.kind == "end" and step.part.kind == "text" and logprobs:
                 yield from self._grown(step.part, "", logprobs)

@@ -209,7 +209,7 @@ class ResponseRequest:
                 for found in output.add(one.delta, logprobs):
                     yield found
                 continue
-            logprobs = await self._logprobs(one.logprobs if output.ends_in_text else (), context)
+            logprobs = await self._logprobs(one.logprobs, context)
             for found in output.end(one.generation.finish_reason, logprobs):
                 yield found
             yield one.generation

@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import InternalError
-from lookonce.generation import Choice, Delta, FinishReason, Generation, TokenLogprobs, Usage
+from lookonce.generation import Choice, Delta, FinishReason, Generation, Score, Scoring, TokenLogprobs, Usage
 from lookonce.sdk.tools import GrowingCalls, calls_of, delta_of
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
@@ -126,6 +126,23 @@ def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
         tool_calls=first.tool_calls,
         reasoning=first.reasoning,
     )
+
+
+def scoring_of(response: decoder_pb2.ScoreResponse, num_continuations: int) -> Scoring:
+    """Returns the likelihoods of a response. Raises InternalError if there is not one for each continuation."""
+    if len(response.scores) != num_continuations:
+        raise _error_of(f"{len(response.scores)} scores for {num_continuations} continuations", response.request_id)
+    scores = tuple(
+        Score(
+            score.logprob,
+            tuple(score.token_ids),
+            tuple(score.token_logprobs),
+            score.is_greedy,
+            tuple(_logprobs(score.logprobs)),
+        )
+        for score in response.scores
+    )
+    return Scoring(scores, usage_of(response.usage), response.request_id)
 
 
 def _error_of(message: str, request_id: str) -> InternalError:

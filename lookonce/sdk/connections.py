@@ -62,8 +62,8 @@ class SyncConnection:
             if target is not None:
                 options.check_token_is_safe(target)
 
-    def generate(self, affinity: bytes, deadline: Deadline) -> Callable[..., decoder_pb2.GenerateResponse]:
-        """Returns a function that makes the attempts of one call.
+    def placed(self, method: str, affinity: bytes, deadline: Deadline) -> Callable[..., Any]:
+        """Returns a function that makes the attempts of one call of a method of the decoder.
 
         The first attempt goes to the replica for this content, later ones to any. Waits a moment if the client has just
         begun to connect.
@@ -71,14 +71,14 @@ class SyncConnection:
         self._replicas.open(deadline)
         is_first = True
 
-        def attempt(request: decoder_pb2.GenerateRequest, **options: Any) -> decoder_pb2.GenerateResponse:
+        def attempt(request: Any, **options: Any) -> Any:
             nonlocal is_first
             place = self._replicas.place(affinity) if is_first else None
             is_first = False
             if place is None:
-                return self.decoder.Generate(request, **options)
+                return getattr(self.decoder, method)(request, **options)
             try:
-                response: decoder_pb2.GenerateResponse = place.stub.Generate(request, **options)
+                response = getattr(place.stub, method)(request, **options)
             except BaseException as error:
                 place.failed(error)
                 if not is_unsent(error):
@@ -86,7 +86,7 @@ class SyncConnection:
             else:
                 place.answered(load_of(response))
                 return response
-            return self.decoder.Generate(request, **options)
+            return getattr(self.decoder, method)(request, **options)
 
         return attempt
 
@@ -191,21 +191,21 @@ class AsyncConnection:
         _ = self.decoder_channel
         await self._replicas.open(deadline)
 
-    def generate(self, affinity: bytes) -> Callable[..., Awaitable[decoder_pb2.GenerateResponse]]:
-        """Returns a function that makes the attempts of one call.
+    def placed(self, method: str, affinity: bytes) -> Callable[..., Awaitable[Any]]:
+        """Returns a function that makes the attempts of one call of a method of the decoder.
 
         The first attempt goes to the replica for this content, later ones to any.
         """
         is_first = True
 
-        async def attempt(request: decoder_pb2.GenerateRequest, **options: Any) -> decoder_pb2.GenerateResponse:
+        async def attempt(request: Any, **options: Any) -> Any:
             nonlocal is_first
             place = self._replicas.place(affinity) if is_first else None
             is_first = False
             if place is None:
-                return await self.decoder.Generate(request, **options)
+                return await getattr(self.decoder, method)(request, **options)
             try:
-                response: decoder_pb2.GenerateResponse = await place.stub.Generate(request, **options)
+                response = await getattr(place.stub, method)(request, **options)
             except BaseException as error:
                 place.failed(error)
                 if not is_unsent(error):
@@ -213,7 +213,7 @@ class AsyncConnection:
             else:
                 place.answered(load_of(response))
                 return response
-            return await self.decoder.Generate(request, **options)
+            return await getattr(self.decoder, method)(request, **options)
 
         return attempt
 

@@ -11,7 +11,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
 from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError, UnsupportedError
-from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
+from lookonce.generation import GenerateOptions, Message, Prompt, RequestOptions, Role, TextPrompt
 from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.images import ImageLike, ImageRef, as_image, as_images
 from lookonce.sdk.routing.affinity import affinity_of
@@ -44,7 +44,7 @@ class PreparedPrompt:
     Small images are sent as bytes at once, larger ones as digests first, and as bytes if the server lacks them.
     """
 
-    def __init__(self, prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> None:
+    def __init__(self, prompt: Prompt, images: Sequence[ImageLike], options: RequestOptions) -> None:
         """Reads and hashes files, so keep it off event loops. Raises InvalidParameterError and OSError."""
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(f"unknown option {min(unknown)!r}")
@@ -84,6 +84,31 @@ class PreparedPrompt:
         except UnicodeEncodeError:
             raise InvalidParameterError("prompt", "has characters that are no Unicode text (surrogates)") from None
         return params
+
+    def score_request(
+        self, continuations: Sequence[str | Sequence[int]], num_logprobs: int | None
+    ) -> decoder_pb2.ScoreRequest:
+        """Returns the request for the likelihoods of continuations, with the bytes of the images that are to be sent.
+
+        Raises InvalidParameterError for continuations that are neither texts nor token ids, and for sampling options.
+        """
+        params = self.params()
+        if given := params.sampling.ListFields():
+            raise InvalidParameterError(given[0][0].name, "is not for `score`, which samples nothing")
+        params.ClearField("sampling")
+        if isinstance(continuations, str):
+            raise InvalidParameterError("continuations", "must be a list of texts or of token ids, not a str")
+        request = decoder_pb2.ScoreRequest(params=params)
+        if num_logprobs is not None:
+            _assign(request, "logprobs", num_logprobs)
+        for continuation in continuations:
+            added = request.continuations.add()
+            if isinstance(continuation, str):
+                _assign(added, "text", continuation)
+            else:
+                added.tokens.SetInParent()
+                _fill(added.tokens, "token_ids", continuation)
+        return request
 
     def tokenize_request(self) -> decoder_pb2.TokenizeRequest:
         """Returns the request for the prompt's tokens, with the bytes of the images that are to be sent."""

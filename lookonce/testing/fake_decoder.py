@@ -86,6 +86,9 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
     def GetLoad(self, request: decoder_pb2.GetLoadRequest, context: Any) -> decoder_pb2.GetLoadResponse:
         return decoder_pb2.GetLoadResponse()
 
+    def Score(self, request: decoder_pb2.ScoreRequest, context: Any) -> decoder_pb2.ScoreResponse:
+        abort(context, not_offered())
+
     def Tokenize(self, request: decoder_pb2.TokenizeRequest, context: Any) -> decoder_pb2.TokenizeResponse:
         abort(context, not_offered())
 

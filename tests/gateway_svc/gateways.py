@@ -76,16 +76,8 @@ class Gateway:
 @asynccontextmanager
 async def running_decoder(folder: pathlib.Path) -> AsyncIterator[str]:
     """Runs a decoder without an encoder and yields its target."""
-    settings = DecoderSettings(
-        model=folder,
-        encoder_target=None,
-        dtype="float32",
-        num_threads=1,
-        num_kv_blocks=200,
-        max_context_tokens=2000,
-        block_size=16,
-        drain_timeout_s=0.5,
-    )
+    pools: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 200, "max_context_tokens": 2000, "block_size": 16}
+    settings = DecoderSettings(model=folder, encoder_target=None, dtype="float32", drain_timeout_s=0.5, **pools)
     registry = CollectorRegistry()
     async with (
         open_service(settings, registry, Quotas(None, registry)) as service,

@@ -121,7 +121,7 @@ async def test_reasoning_of_a_chat(reasoning: Gateway) -> None:
 async def test_a_result_comes_back(gateway: Gateway) -> None:
     whole, _ = await whole_and_streamed(gateway, tools=CHAT_TOOLS, tool_choice=NAMED)
     message = whole.choices[0].message
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "three"}
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "three"}
     last = await gateway.client.chat.completions.create(
         model=await model_of(gateway),
         messages=[*QUESTION, message, result],
@@ -142,15 +142,15 @@ async def test_forced_calls_of_a_response(gateway: Gateway) -> None:
         "tool_choice": {"type": "function", "name": "find"},
         "temperature": 0.0,
     }
-    whole = await gateway.client.responses.create(**options)
+    whole: Any = await gateway.client.responses.create(**options)
     async with gateway.client.responses.stream(**options) as stream:
-        streamed = await stream.get_final_response()
+        streamed: Any = await stream.get_final_response()
     for response in (whole, streamed):
         (call,) = response.output
         assert call.type == "function_call"
         jsonschema.validate(json.loads(call.arguments), SCHEMA)
         assert (call.name, call.status, response.status) == ("find", "completed", "completed")
-    assert getattr(whole.output[0], "arguments", 1) == getattr(streamed.output[0], "arguments", 2)
+    assert whole.output[0].arguments == streamed.output[0].arguments
 
 
 @pytest.mark.parametrize("extra", [{}, THINKING])
@@ -185,14 +185,14 @@ async def test_forced_calls_of_a_message(gateway: Gateway) -> None:
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=KEY, max_retries=0) as client:
         options: Any = {"model": model, "max_tokens": 300, "messages": QUESTION, "extra_body": {"temperature": 0.0}}
         options |= {"tools": tools, "tool_choice": {"type": "tool", "name": "find"}}
-        whole = await client.messages.create(**options)
+        whole: Any = await client.messages.create(**options)
         async with client.messages.stream(**options) as stream:
-            streamed = await stream.get_final_message()
+            streamed: Any = await stream.get_final_message()
         for message in (whole, streamed):
             (block,) = message.content
             assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
-            jsonschema.validate(getattr(block, "input", None), SCHEMA)
-        assert getattr(whole.content[0], "input", 1) == getattr(streamed.content[0], "input", 2)
+            jsonschema.validate(block.input, SCHEMA)
+        assert whole.content[0].input == streamed.content[0].input
 
 
 async def test_reasoning_of_a_message(reasoning: Gateway) -> None:
@@ -201,7 +201,8 @@ async def test_reasoning_of_a_message(reasoning: Gateway) -> None:
         options: Any = {"model": await model_of(reasoning), "max_tokens": 5, "messages": QUESTION}
         counts = {}
         for kind in ("adaptive", "disabled"):
-            usage = (await client.messages.create(**options, thinking={"type": kind})).usage
+            options["thinking"] = {"type": kind}
+            usage = (await client.messages.create(**options)).usage
             counts[kind] = usage.input_tokens + (usage.cache_read_input_tokens or 0)
     assert counts["adaptive"] > counts["disabled"]
 

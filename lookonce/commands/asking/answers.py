@@ -10,7 +10,10 @@ from rich.markup import escape
 
 from lookonce.client import TextStream
 from lookonce.commands.output import err, visible
-from lookonce.generation import Choice, Generation, Usage
+from lookonce.generation import Choice, Generation, ToolCall, Usage
+
+# Fields of further answers that are there even if they are empty.
+_ALWAYS = ("text", "token_ids", "finish_reason")
 
 
 def stream_text(stream: TextStream) -> None:
@@ -28,16 +31,19 @@ def stream_text(stream: TextStream) -> None:
             sys.stdout.flush()
     if is_reasoning:
         err.print()
-    sys.stdout.write("\n")
+    answer = stream.generation
+    if answer.text or not answer.tool_calls:
+        sys.stdout.write("\n")
+    sys.stdout.write("".join(map(_call_line, answer.tool_calls)))
     sys.stdout.flush()
-    err.print(f"[dim]{escape(usage_line(stream.usage))}[/]", soft_wrap=True)
+    err.print(f"[dim]{escape(usage_line(answer.usage))}[/]", soft_wrap=True)
 
 
 def print_answers(answer: Generation) -> None:
     """Prints several answers to one question, each behind its number, and their cost to stderr."""
-    texts = [answer.text, *(choice.text for choice in answer.others)]
-    for number, text in enumerate(texts, start=1):
-        sys.stdout.write(f"[{number}] {visible(text)}\n")
+    for number, choice in enumerate([answer, *answer.others], start=1):
+        sys.stdout.write(f"[{number}] {visible(choice.text)}\n")
+        sys.stdout.write("".join(map(_call_line, choice.tool_calls)))
     sys.stdout.flush()
     err.print(f"[dim]{escape(usage_line(answer.usage))}[/]", soft_wrap=True)
 
@@ -61,6 +67,8 @@ def json_answer(answer: Generation, num_images: int, num_video_frames: int, tota
         content["logprobs"] = answer.logprobs
     if answer.reasoning:
         content["reasoning"] = answer.reasoning
+    if answer.tool_calls:
+        content["tool_calls"] = [asdict(call) for call in answer.tool_calls]
     if answer.others:
         content["others"] = [_other(choice) for choice in answer.others]
     return content
@@ -68,9 +76,11 @@ def json_answer(answer: Generation, num_images: int, num_video_frames: int, tota
 
 def _other(choice: Choice) -> dict[str, Any]:
     content = asdict(choice)
-    # The command asks for no calls.
-    del content["tool_calls"]
-    return {name: value for name, value in content.items() if name not in ("logprobs", "reasoning") or value}
+    return {name: value for name, value in content.items() if name in _ALWAYS or value}
+
+
+def _call_line(call: ToolCall) -> str:
+    return f"{call.name}({visible(call.arguments)})\n"
 
 
 def usage_line(usage: Usage) -> str:

@@ -43,6 +43,8 @@ def chat(
     On a terminal, Ctrl-C stops an answer, and ends the chat while it waits for a question. Questions may also come
     from a pipe, one in a line; then the first error ends the chat.
     """
+    if sampling.get("tools"):
+        raise typer.BadParameter("nobody calls functions in a chat; use `lookonce generate`", param_hint="--tools")
     conversation = Conversation(system, [named_image(name, max_pixels) for name in image or []])
     is_terminal = sys.stdin.isatty()
     options: GenerateOptions = {**sampling, "timeout_s": timeout_s}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, cast
@@ -13,7 +14,7 @@ import typer
 from lookonce.commands.options import MAX_UINT32, MAX_UINT64, filled
 from lookonce.commands.output import harmless
 from lookonce.commands.pictures import existing_file
-from lookonce.generation import GenerateOptions
+from lookonce.generation import GenerateOptions, Tool
 
 _Flag = inspect.Parameter
 
@@ -51,6 +52,21 @@ _FLAGS: Sequence[_Flag] = (
     _flag("grammar", str, "Grammar of the answer in Lark's notation, or @FILE with it.", callback=filled),
     _flag("json_object", bool, "The answer is a JSON object.", "--json-object"),
     _flag("choice", list[str], "Text that the answer may be; repeatable."),
+    _flag(
+        "tools",
+        str,
+        "Functions that the model may call, as a JSON list of objects with name, description and parameters, or @FILE "
+        "with it.",
+        callback=filled,
+    ),
+    _flag("tool_choice", str, "auto, none, required, or the name of the function to call.", callback=filled),
+    _flag(
+        "parallel_tool_calls",
+        bool,
+        "Whether an answer may have several calls.",
+        "--parallel-tool-calls/--no-parallel-tool-calls",
+    ),
+    _flag("template_arguments", str, "Arguments of the chat template, as a JSON object.", callback=filled),
     _flag("priority", int, "Requests with a lower number run earlier. Default: 0.", min=-(2**31), max=2**31 - 1),
     _flag("cache_salt", str, "Share the prefix cache only with requests of the same salt.", callback=filled),
     _flag("adapter", str, "Name of a LoRA adapter.", callback=filled),
@@ -58,7 +74,8 @@ _FLAGS: Sequence[_Flag] = (
 )
 # Largest file of a grammar or schema.
 _MAX_FILE_BYTES = 1 << 20
-_TEXTS_OR_FILES = ("json_schema", "regex", "grammar")
+_TEXTS_OR_FILES = ("json_schema", "regex", "grammar", "tools", "template_arguments")
+_NO_TOOL = "must be a JSON list of objects with a name, and maybe description, parameters and strict"
 
 
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
@@ -84,7 +101,34 @@ def _options(given: dict[str, Any]) -> GenerateOptions:
     for name in _TEXTS_OR_FILES:
         if str(options.get(name, "")).startswith("@"):
             options[name] = _content(existing_file(options[name][1:]))
+    if "tools" in options:
+        options["tools"] = _tools(options["tools"])
+    if "template_arguments" in options:
+        options["template_arguments"] = _json("--template-arguments", options["template_arguments"])
     return cast(GenerateOptions, options)
+
+
+def _tools(text: str) -> list[Tool]:
+    """Returns the functions of a JSON list, each by itself or in the form of OpenAI. Raises BadParameter."""
+    functions = _json("--tools", text)
+    if not isinstance(functions, list):
+        raise typer.BadParameter(_NO_TOOL, param_hint="--tools")
+    tools = []
+    for each in functions:
+        function = each.get("function", each) if isinstance(each, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise typer.BadParameter(_NO_TOOL, param_hint="--tools")
+        if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+            raise typer.BadParameter(f"a function has no {min(unknown)!r}", param_hint="--tools")
+        tools.append(Tool(**{name: value for name, value in function.items() if value is not None}))
+    return tools
+
+
+def _json(flag: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise typer.BadParameter("is no JSON", param_hint=flag) from None
 
 
 def _content(path: pathlib.Path) -> str:

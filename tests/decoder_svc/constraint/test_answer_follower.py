@@ -58,7 +58,9 @@ def grammars() -> Grammars:
 
 def begun(follower: AnswerFollower, constraint: Constraint) -> FollowedAnswer:
     follower.prepare(constraint)
-    return follower.follow(constraint, len(PROMPT), (END,))
+    answer = follower.follow(constraint, len(PROMPT), (END,))
+    assert isinstance(answer, FollowedAnswer)
+    return answer
 
 
 def pid_of(follower: AnswerFollower) -> int:

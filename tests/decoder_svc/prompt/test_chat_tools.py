@@ -1,4 +1,4 @@
-"""How the answer of a chat is read, by its functions and its template."""
+"""The form of a chat's answer depends on its functions and its template."""
 
 from __future__ import annotations
 

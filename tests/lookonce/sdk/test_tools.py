@@ -10,7 +10,7 @@ import pytest
 from lookonce import AsyncClient, Client, Message, TextPrompt, Tool, ToolCall, ToolCallDelta
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.errors import InternalError, InvalidParameterError
-from lookonce.generation import Delta, GenerateOptions
+from lookonce.generation import Delta
 from lookonce.sdk.answers import Transcript
 from lookonce.sdk.messages import PreparedPrompt
 from lookonce.testing import FakeServer
@@ -81,7 +81,7 @@ async def test_a_stream_of_the_other_client() -> None:
     ],
 )
 def test_choices(options: Any, expected: pb.ToolChoice) -> None:
-    given: GenerateOptions = {"tools": [FIND], **options}
+    given: Any = {"tools": [FIND], **options}
     assert PreparedPrompt("x", (), given).params().chat.tool_choice == expected
 
 

@@ -6,7 +6,9 @@ import asyncio
 import json
 import pathlib
 
-from lookonce.generation import GenerateOptions
+import pytest
+
+from lookonce.generation import GenerateOptions, Message, ToolCall
 from lookonce.images import ImageRef
 from lookonce.testing import FakeServer
 from tests.lookonce.command import clean_environment, run_here
@@ -35,6 +37,7 @@ FLAGS = {
 OTHERS = {
     "ignore_eos", "bypass_prefix_cache", "request_id", "priority", "cache_salt", "adapter", "timeout_s",
     "json_schema", "regex", "grammar", "json_object", "choice",
+    "tools", "tool_choice", "parallel_tool_calls", "template_arguments",
 }  # fmt: skip
 
 
@@ -127,3 +130,45 @@ def test_several_answers_have_numbers_and_json_has_them_all(command: Command, se
     one = command("generate", "what?", "-n", "1")
     assert one.stdout == "a red square\n"
     assert [request.options.get("n") for request in server.requests] == [3, 2, None]
+
+
+FUNCTION = {"name": "find", "description": "Finds it.", "parameters": {"type": "object"}}
+
+
+def test_functions_and_their_calls(command: Command, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": FUNCTION}]))
+    calls = (ToolCall("abc", "find", '{"x": 1}'), ToolCall("def", "find", "{}"))
+    with FakeServer(Message("assistant", "So.", calls, "It asks for two.")) as server:
+        flags = ["--target", server.target, "--tools", f"@{tmp_path}/tools.json", "--tool-choice", "find"]
+        flags += ["--no-parallel-tool-calls", "--template-arguments", '{"enable_thinking": true}']
+        finished = command("generate", "what?", *flags)
+        assert finished.stdout == 'So.\nfind({"x": 1})\nfind({})\n'
+        assert "It asks for two." in finished.stderr
+        found = json.loads(command("generate", "what?", "--json", *flags).stdout)
+        assert found["tool_calls"] == [{"id": call.id, "name": "find", "arguments": call.arguments} for call in calls]
+        assert (found["reasoning"], found["finish_reason"]) == ("It asks for two.", "tool_calls")
+        (tool,) = server.requests[0].tools
+        assert {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": json.loads(str(tool.parameters)),
+        } == FUNCTION
+        assert (server.requests[0].tool_choice, server.requests[0].template_arguments) == (
+            "find",
+            '{"enable_thinking": true}',
+        )
+
+
+@pytest.mark.parametrize("tools", ["{", "5", "[5]", '[{"description": "x"}]', '[{"name": "x", "color": 1}]'])
+def test_functions_that_are_none_are_refused(command: Command, server: FakeServer, tools: str) -> None:
+    finished = command("generate", "what?", "--tools", tools)
+    assert finished.returncode == 2
+    assert "--tools" in finished.stderr
+    assert not server.requests
+
+
+def test_a_chat_takes_no_functions(command: Command, server: FakeServer) -> None:
+    finished = command("chat", "--tools", '[{"name": "x"}]')
+    assert finished.returncode == 2
+    assert "nobody calls functions" in finished.stderr
+    assert not server.requests
