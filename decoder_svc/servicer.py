@@ -24,7 +24,7 @@ from decoder_svc.engine.engine import Engine
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_spec import num_inline_bytes
-from decoder_svc.prompt.sampling_check import check_num_choices
+from decoder_svc.prompt.sampling_check import NumChoices, check_num_choices
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.rows.encoder_client import EncoderClient
@@ -115,6 +115,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.GenerateRequest, context: Context
     ) -> decoder_service_pb2.GenerateResponse:
         """Returns all answers when they are complete."""
+        number, keeps_logprobs = _num_choices(request.params), request.params.sampling.HasField("logprobs")
         submitting = self._submitted(request.params, context)
         # Its images are copied from it, and an answer may take long.
         del request
@@ -133,6 +134,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 if increment.finish_reason is not None:
                     wire_response.complete(choice, parts[index])
                     parts[index].clear()
+            if number.are_chosen:
+                wire_response.keep_best(response, number.num_returned, keeps_logprobs=keeps_logprobs)
             response.usage.CopyFrom(wire_response.usage(answers.usage))
             response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
             return response
@@ -142,6 +145,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     ) -> AsyncIterator[decoder_service_pb2.GenerateStreamResponse]:
         """Streams Started, one Delta per increment, and Finished for each answer."""
         response = decoder_service_pb2.GenerateStreamResponse
+        if _num_choices(request.params).are_chosen:
+            raise InvalidParameterError("sampling.best_of", "cannot be above n in a stream; use Generate")
         submitting = self._submitted(request.params, context)
         # Its images are copied from it, and an answer may take long.
         del request
@@ -284,9 +289,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         replace_request_id(request_id)
         self._check_params(params)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
-        num_choices = check_num_choices(params.sampling.n if params.sampling.HasField("n") else None)
-        if scoring is not None:
-            num_choices = len(scoring.continuations)
+        num_choices = len(scoring.continuations) if scoring is not None else _num_choices(params).num_answers
         arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
         with self._gate.admitted(arrival) as ticket:
             sampling = wire_request.parse_sampling(params.sampling)
@@ -336,6 +339,14 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 return (await self._encoder.info()).fingerprint
         except (LookonceError, TimeoutError):
             return ""
+
+
+def _num_choices(params: decoder_service_pb2.GenerateParams) -> NumChoices:
+    """Returns how many answers are asked for. Raises InvalidParameterError."""
+    sampling = params.sampling
+    return check_num_choices(
+        sampling.n if sampling.HasField("n") else None, sampling.best_of if sampling.HasField("best_of") else None
+    )
 
 
 def _call_id() -> str:

@@ -141,6 +141,7 @@ def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
         stop_token_ids=tuple(message.stop_token_ids),
         seed=stated.get("seed"),
         n=stated.get("n"),
+        best_of=stated.get("best_of"),
         ignore_eos=message.ignore_eos,
         logprobs=stated.get("logprobs"),
         constraint=_constraint(message),

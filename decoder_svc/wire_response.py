@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
@@ -35,6 +36,22 @@ def complete(choice: decoder_service_pb2.Choice, increments: Sequence[TextIncrem
     choice.reasoning = "".join(increment.reasoning for increment in increments)
     choice.tool_calls.extend(_tool_calls([delta for increment in increments for delta in increment.calls]))
     choice.finish_reason = finish_reason(increments[-1])
+
+
+def keep_best(response: decoder_service_pb2.GenerateResponse, number: int, *, keeps_logprobs: bool) -> None:
+    """Keeps the choices whose tokens have the highest mean log probability, the best one first, and numbers them."""
+
+    def mean(choice: decoder_service_pb2.Choice) -> float:
+        values = [position.top[0].logprob for position in choice.logprobs]
+        return sum(values) / len(values) if values else -math.inf
+
+    best = sorted(response.choices, key=mean, reverse=True)[:number]
+    del response.choices[:]
+    for index, choice in enumerate(best):
+        choice.index = index
+        if not keeps_logprobs:
+            del choice.logprobs[:]
+    response.choices.extend(best)
 
 
 def _tool_calls(deltas: Sequence[CallDelta]) -> list[decoder_service_pb2.ToolCall]:

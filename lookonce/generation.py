@@ -144,8 +144,10 @@ class GenerateOptions(RequestOptions, total=False):
     grammar: str | None
     json_object: bool | None
     choice: Sequence[str] | None
-    # Number of answers, 1 to 128; `stream` gives one. They share the prompt, and answer i has the seed `seed` + i.
+    # Number of answers, 1 to 128; `stream` gives one. They share the prompt, and answer i has the seed `seed` + i. With
+    # `best_of`, so many are generated, and the `n` likeliest ones are returned.
     n: int | None
+    best_of: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,12 +43,27 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    # Number of choices.
+    # Number of choices, and of answers among which the best ones are chosen.
     n: int | None = None
+    best_of: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
     # None: any text.
     constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NumChoices:
+    """The number of answers of a request."""
+
+    num_returned: int
+    # Answers that are generated; the others are dropped.
+    num_answers: int
+
+    @property
+    def are_chosen(self) -> bool:
+        """Whether the best answers are chosen among more."""
+        return self.num_answers > self.num_returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
     Raises InvalidParameterError naming the field (`sampling.top_p`), its value and the limit, or UnsupportedError.
     """
     _check_constraint(spec)
-    check_num_choices(spec.n)
+    check_num_choices(spec.n, spec.best_of)
     max_tokens = _integer("max_tokens", spec.max_tokens, 1, None, limits.default_max_tokens)
     # A constraint says by itself where an answer may end.
     least = defaults.min_tokens if spec.constraint is None else 0
@@ -101,7 +116,7 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
         stop_token_ids=_stop_token_ids(spec, defaults, limits.vocab_size),
         seed=spec.seed,
         constraint=spec.constraint,
-        logprobs=None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0),
+        logprobs=_num_logprobs(spec, limits),
     )
     if params.constraint is not None and not params.stop_token_ids:
         raise UnsupportedError("this model has no end-of-sequence token, which structured output needs")
@@ -123,9 +138,16 @@ def fixed_sampling(token_ids: Sequence[int], num_logprobs: int | None, limits: S
     return CheckedSampling(params, (), has_max_tokens=True)
 
 
-def check_num_choices(number: int | None) -> int:
-    """Returns the number of answers, 1 by default. Raises InvalidParameterError for one out of range."""
-    return _integer("n", number, 1, MAX_CHOICES, 1)
+def check_num_choices(number: int | None, best_of: int | None) -> NumChoices:
+    """Returns how many answers are generated and returned. Raises InvalidParameterError for numbers out of range."""
+    num_returned = _integer("n", number, 1, MAX_CHOICES, 1)
+    return NumChoices(num_returned, _integer("best_of", best_of, num_returned, MAX_CHOICES, num_returned))
+
+
+def _num_logprobs(spec: SamplingSpec, limits: SamplingLimits) -> int | None:
+    number = None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0)
+    # The best answers are found by the log probabilities of their tokens.
+    return 0 if number is None and check_num_choices(spec.n, spec.best_of).are_chosen else number
 
 
 def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:

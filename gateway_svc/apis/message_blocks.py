@@ -13,8 +13,8 @@ from lookonce.generation import Role, ToolCall
 BLOCKS_NOTE = (
     "Roles user and assistant. Blocks are `text` and `image`, with a source `base64` or `url`. A user's message may "
     "have `tool_result`, whose content is a text or such blocks; images in it need a chat template that takes them, "
-    "and `is_error` has no effect. An assistant's message may have `tool_use`, and `thinking`, whose `signature` has no "
-    "effect; its texts stand before its calls. `cache_control` of a block has no effect."
+    "and `is_error` has no effect. An assistant's message may have `tool_use`, and `thinking`, whose `signature` has "
+    "no effect; its texts stand before its calls. `cache_control` of a block has no effect."
 )
 
 _ROLES: Mapping[str, Role] = {"user": "user", "assistant": "assistant"}

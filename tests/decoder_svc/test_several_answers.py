@@ -196,3 +196,37 @@ def test_the_prompt_counts_once_and_answers_add_up() -> None:
     assert (found.queue_time_s, found.time_to_first_token_s) == (0.2, 0.4)
     assert combined([first]) is first
     assert combined([waiting, waiting]) == waiting
+
+
+def mean_logprob(choice: pb.Choice) -> float:
+    return sum(position.top[0].logprob for position in choice.logprobs) / len(choice.logprobs)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_the_best_of_several_are_returned_in_order(plain: RunningDecoder, logprobs: int | None) -> None:
+    options = {name: value for name, value in SAMPLING.items() if name != "logprobs"}
+    every = await generate(plain, params("what is it", n=4, logprobs=1, **options))
+    ranked = sorted(every.choices, key=mean_logprob, reverse=True)
+    assert len({choice.text for choice in ranked}) > 2
+    wanted = {} if logprobs is None else {"logprobs": logprobs}
+    best = await generate(plain, params("what is it", n=2, best_of=4, **options, **wanted))
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
+    assert [list(choice.token_ids) for choice in best.choices] == [list(choice.token_ids) for choice in ranked[:2]]
+    assert [bool(choice.logprobs) for choice in best.choices] == [logprobs is not None] * 2
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+    one = await generate(plain, params("what is it", best_of=4, **options))
+    assert [choice.text for choice in one.choices] == [ranked[0].text]
+
+
+@pytest.mark.parametrize("sampling", [{"n": 3, "best_of": 2}, {"best_of": 129}, {"best_of": 0}])
+async def test_best_of_is_checked(plain: RunningDecoder, sampling: dict[str, Any]) -> None:
+    error = await failure(generate(plain, params("what is it", **sampling)))
+    assert isinstance(error, errors.InvalidParameterError)
+    assert error.field == "sampling.best_of"
+
+
+async def test_a_stream_has_no_best_of(plain: RunningDecoder) -> None:
+    error = await failure(streamed(plain, params("what is it", n=1, best_of=2)))
+    assert isinstance(error, errors.InvalidParameterError)
+    assert error.field == "sampling.best_of"

@@ -32,6 +32,7 @@ FLAGS = {
     "stop_token_ids": (["4", "5"], [4, 5]),
     "logprobs": (["2"], 2),
     "n": (["2"], 2),
+    "best_of": (["3"], 3),
 }
 # Flags without a value, those of no sampling option, and those that the server does not offer.
 OTHERS = {
