@@ -295,7 +295,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             sampling = wire_request.parse_sampling(params.sampling)
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
             scope = wire_request.parse_cache_scope(params, tenant)
-            options = GenerationOptions(params.priority, arrival_s, deadline_s, scope)
+            options = GenerationOptions(params.priority, arrival_s, deadline_s, scope, tenant.tag)
             # The prompt has copies of the images.
             del params
             ticket.held.enter_context(self._gate.images_in_progress(identity, num_inline_bytes(spec)))

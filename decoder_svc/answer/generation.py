@@ -38,6 +38,8 @@ class GenerationOptions:
     deadline_s: float | None
     # The requests with which this one shares blocks of the prefix cache.
     cache_scope: CacheScope
+    # The requests of several tenants take turns.
+    tenant: str = ""
 
 
 class SubmittedRequest:
@@ -157,6 +159,7 @@ async def generating(
         priority=options.priority,
         deadline_s=options.deadline_s,
         cache_scope=options.cache_scope,
+        tenant=options.tenant,
     )
     text = GeneratedText(tokenizer, prepared.sampling, prepared.form)
     submitted = SubmittedRequest(stream, text, options.arrival_s, partial(engine.abort, request_id))

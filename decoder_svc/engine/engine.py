@@ -88,8 +88,11 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_scope: CacheScope = DEFAULT_SCOPE,
+        tenant: str = "",
     ) -> OutputStream:
         """Queues a request and returns its outputs. `deadline_s` is on the monotonic clock; None: no deadline.
+
+        The requests of several tenants take turns.
 
         Raises UnavailableError when the engine is down, ContextTooLongError for a request that can never fit, and
         InvalidParameterError for an id that is alive. The number of requests is the request gate's to limit.
@@ -109,6 +112,7 @@ class Engine:
             priority=priority,
             deadline_s=deadline_s,
             cache_scope=cache_scope,
+            tenant=tenant,
         )
         stream = self._delivery.open(request_id)
         self._core.put(request)

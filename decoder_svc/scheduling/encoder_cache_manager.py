@@ -23,6 +23,7 @@ class RowUser(NamedTuple):
 
     is_waiting: bool
     priority: int
+    turn: int
     arrival_s: float
     request_id: RequestId
     image_index: int

@@ -55,6 +55,7 @@ class Request:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_scope: CacheScope = DEFAULT_SCOPE,
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -67,6 +68,10 @@ class Request:
         self.deadline_s = deadline_s
         # A lower value runs earlier.
         self.priority = priority
+        # The requests of several tenants take turns.
+        self.tenant = tenant
+        # The place among those of the same priority; set by TenantTurns.
+        self.turn = 0
         self.cache_scope = cache_scope
         # The prompt's ids, then the generated ones.
         self.token_ids = list(prompt.token_ids)
@@ -87,13 +92,13 @@ class Request:
         self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
 
     @property
-    def serving_order(self) -> tuple[int, float, RequestId]:
-        """Sort key of everything that serves requests in turn: priority, then arrival, then id.
+    def serving_order(self) -> tuple[int, int, float, RequestId]:
+        """Sort key of everything that serves requests in turn: priority, then the tenant's turn, arrival, and id.
 
         The queue and the row cache must agree on it, also for equal arrivals: otherwise each of two requests can wait
         for the other one's rows.
         """
-        return (self.priority, self.arrival_s, self.request_id)
+        return (self.priority, self.turn, self.arrival_s, self.request_id)
 
     @property
     def num_tokens(self) -> int:

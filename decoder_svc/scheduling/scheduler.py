@@ -11,12 +11,12 @@ were scheduled, so whatever a step may reuse of an earlier one (blocks, rows, ro
 The prefix cache is asked first: cached tokens cost no budget, and their rows are neither fetched nor encoded. Of the
 remaining rows only those that are not on the device are fetched, range by range.
 
-Progress: requests are served in the order (priority, arrival). The first running request always gets its blocks,
-because the others are preempted for it, and its rows, because it may evict rows that only requests behind it need. If
-no request runs, the head of the queue has this right. While the head waits, a request behind it starts only if it needs
-no further room for rows. A waiting request gives up its claims on rows whose tokens others have computed meanwhile;
-tests/decoder_svc/scheduling/test_progress.py checks the rule. Should no request advance all the same, the engine thread
-notices and restarts all (`restart_all`).
+Progress: requests are served in the order (priority, turn of the tenant, arrival). The first running request always
+gets its blocks, because the others are preempted for it, and its rows, because it may evict rows that only requests
+behind it need. If no request runs, the head of the queue has this right. While the head waits, a request behind it
+starts only if it needs no further room for rows. A waiting request gives up its claims on rows whose tokens others have
+computed meanwhile; tests/decoder_svc/scheduling/test_progress.py checks the rule. Should no request advance all the
+same, the engine thread notices and restarts all (`restart_all`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from decoder_svc.scheduling.scheduler_output import (
 )
 from decoder_svc.scheduling.speculation import Speculation
 from decoder_svc.scheduling.step_results import StepResults
+from decoder_svc.scheduling.tenant_turns import TenantTurns
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
@@ -67,6 +68,7 @@ class Scheduler:
         self._chunk_size = ChunkSize(limits, kv_cache.block_size)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
+        self._turns = TenantTurns()
         # In serving order.
         self._running: list[Request] = []
         self._waiting = WaitingQueue(kv_cache, clock)
@@ -111,6 +113,7 @@ class Scheduler:
         """Queues a request that has passed the admission checks."""
         request.is_private = any(self.encoder_cache.is_forgotten(item.key) for item in request.prompt.images)
         self._requests[request.request_id] = request
+        self._turns.add(request)
         self._row_demand.add(request)
         self._waiting.add(request)
 
@@ -353,6 +356,7 @@ class Scheduler:
 
     def _admit(self, request: Request, hit: PrefixHit, step: StepInProgress) -> None:
         self._waiting.remove(request)
+        self._turns.serve(request)
         request.state = RequestState.RUNNING
         enqueue(self._running, request)
         self.kv_cache.admit(request, hit)
@@ -395,6 +399,7 @@ class Scheduler:
         request.finish_reason = reason
         request.num_unknown_tokens = 0
         self.speculation.forget(request.request_id)
+        self._turns.remove(request)
         del self._requests[request.request_id]
 
     def _free_blocks(self, request: Request) -> None:

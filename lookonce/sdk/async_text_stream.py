@@ -89,7 +89,7 @@ class AsyncTextStream(AsyncIterator[str]):
             self._call.cancel()
         tracing.end(self._span, error)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta]:
         """Yields all parts of the answer: text, reasoning and calls of functions. The iteration has the text alone."""
         while True:
             try:

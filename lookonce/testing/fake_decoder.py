@@ -144,7 +144,8 @@ def _deltas(answer: Message) -> Iterator[decoder_pb2.StreamDelta]:
     """Yields an answer in pieces: reasoning, words as tokens, and calls, whose arguments come in two parts."""
     if answer.reasoning:
         yield decoder_pb2.StreamDelta(reasoning=answer.reasoning)
-    for index, word in enumerate(_text_of(answer).split(" ")):
+    text = _text_of(answer)
+    for index, word in enumerate(text.split(" ") if text or not answer.tool_calls else []):
         piece = word if index == 0 else f" {word}"
         yield decoder_pb2.StreamDelta(text=piece, token_ids=[index], token_index=index)
     for index, call in enumerate(answer.tool_calls):

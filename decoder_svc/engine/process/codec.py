@@ -47,6 +47,7 @@ class _NewRequest(msgspec.Struct, tag=True, array_like=True):
     priority: int
     deadline_s: float | None
     cache_scope: CacheScope
+    tenant: str
 
 
 class _Rows(msgspec.Struct, tag=True, array_like=True):
@@ -132,6 +133,7 @@ def encode_for_process(message: ToEngineThread) -> tuple[bytes, bytes | bytearra
                 message.priority,
                 message.deadline_s,
                 message.cache_scope,
+                message.tenant,
             )
         case FetchedRows():
             payload = message.data
@@ -160,6 +162,7 @@ def decode_in_process(frame: bytearray, payload: bytearray) -> ToEngineThread:
                 priority=wire.priority,
                 deadline_s=wire.deadline_s,
                 cache_scope=wire.cache_scope,
+                tenant=wire.tenant,
             )
         case _Rows():
             return FetchedRows(wire.key, wire.rows, payload, wire.dtype, wire.num_levels, wire.num_encoded_rows)

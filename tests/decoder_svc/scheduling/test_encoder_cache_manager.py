@@ -9,7 +9,7 @@ from tests.decoder_svc.scheduling.simulation import key, rows
 
 
 def user(name: str, *, is_waiting: bool = False, arrival_s: float = 0.0, index: int = 0) -> RowUser:
-    return RowUser(is_waiting, 0, arrival_s, RequestId(name), index)
+    return RowUser(is_waiting, 0, 0, arrival_s, RequestId(name), index)
 
 
 A, B = user("a", arrival_s=1), user("b", arrival_s=2)
