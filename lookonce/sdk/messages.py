@@ -44,7 +44,7 @@ class PreparedPrompt:
     Small images are sent as bytes at once, larger ones as digests first, and as bytes if the server lacks them.
     """
 
-    def __init__(self, prompt: Prompt, images: Sequence[ImageLike], options: RequestOptions) -> None:
+    def __init__(self, prompt: Prompt, images: Sequence[ImageLike], options: RequestOptions | GenerateOptions) -> None:
         """Reads and hashes files, so keep it off event loops. Raises InvalidParameterError and OSError."""
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(f"unknown option {min(unknown)!r}")

@@ -41,7 +41,8 @@ def stream_text(stream: TextStream) -> None:
 
 def print_answers(answer: Generation) -> None:
     """Prints several answers to one question, each behind its number, and their cost to stderr."""
-    for number, choice in enumerate([answer, *answer.others], start=1):
+    choices: list[Generation | Choice] = [answer, *answer.others]
+    for number, choice in enumerate(choices, start=1):
         sys.stdout.write(f"[{number}] {visible(choice.text)}\n")
         sys.stdout.write("".join(map(_call_line, choice.tool_calls)))
     sys.stdout.flush()

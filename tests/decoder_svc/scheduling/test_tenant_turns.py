@@ -60,7 +60,7 @@ def test_a_tenant_that_comes_back_has_saved_nothing() -> None:
     back = [request("b", 100 + number) for number in range(4)]
     for each in [*waiting, *back]:
         turns.add(each)
-    order = [each.request_id for each in sorted([*waiting, *back], key=lambda each: each.serving_order)]
+    order: list[str] = [each.request_id for each in sorted([*waiting, *back], key=lambda each: each.serving_order)]
     assert order.index("a50") <= 1
     assert order.index("a51") <= 3
 
