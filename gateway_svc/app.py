@@ -96,5 +96,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Answers a client that does not hear it."""
+    """Answers a client that has closed its connection: nobody reads it."""
     return Response(status_code=499)

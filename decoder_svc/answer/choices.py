@@ -56,7 +56,7 @@ class Choices:
                 yield index, increment
 
     async def close(self) -> None:
-        """Ends all waits for the engine."""
+        """Stops waiting for the engine. Call it when no more increments are read."""
         await self._events.aclose()
 
 

@@ -43,7 +43,7 @@ def is_masked(token: Mapping[str, Any]) -> bool:
 
 
 def _renamed(vocabulary: Any, names: dict[str, str]) -> Any:
-    """Returns a vocabulary, ids by token or a list of tokens with their scores, with other names of some tokens."""
+    """Returns a vocabulary (ids by token, or a list of tokens with scores) with some of its tokens renamed."""
     if isinstance(vocabulary, dict):
         return {names.get(token, token): token_id for token, token_id in vocabulary.items()}
     return [[names.get(token, token), score] for token, score in vocabulary]

@@ -150,7 +150,7 @@ class ChatPrompt:
 
     @property
     def videos(self) -> tuple[VideoSource, ...]:
-        """The videos in reading order."""
+        """The videos of the conversation, in reading order."""
         return tuple(source for source in self.visuals if isinstance(source, VideoSource))
 
 

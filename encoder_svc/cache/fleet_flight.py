@@ -53,7 +53,7 @@ class Claim:
 
     @property
     def announcement(self) -> bytes:
-        """The word by which other replicas hear of the outcome."""
+        """The message that tells other replicas the outcome."""
         if self.found is not None or self.stored:
             return _STORED
         return _FAILED if self.stored is None else _NOT_STORED

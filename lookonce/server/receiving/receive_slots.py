@@ -282,7 +282,7 @@ class ReceiveSlots:
         ]
 
     def _slow_callers_keep_others_out(self) -> bool:
-        """Whether a caller waits that has no slot and whose last read was not taken away, while others' were."""
+        """Whether slow callers hold slots while another caller, none of whose reads was interrupted, waits for one."""
         if not self._slow:
             return False
         return any(caller not in self._slow and caller not in self._taken for caller in self._waiting)

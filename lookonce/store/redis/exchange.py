@@ -301,7 +301,10 @@ class Exchange:
 
 
 def reason_of_text(text: str) -> MissReason:
-    """Returns the bounded label of an error reply. The text itself may hold keys and addresses and is dropped."""
+    """Returns the metric label of an error reply, one of a fixed few.
+
+    The text itself may hold keys and addresses, and is dropped.
+    """
     if "max number of clients" in text:
         return MissReason.MAX_CLIENTS
     return _REASON_OF_CODE.get(text.partition(" ")[0], MissReason.SERVER_ERROR)

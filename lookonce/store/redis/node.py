@@ -131,7 +131,7 @@ def _connection_options(step_timeout_s: float) -> dict[str, Any]:
 
 
 def _reason_of_exception(error: Exception) -> MissReason:
-    """Returns the bounded label of an exception that redis-py raised."""
+    """Returns the metric label of an exception that redis-py raised, one of a fixed few."""
     for exception_class, reason in _REASON_OF_EXCEPTION:
         if isinstance(error, exception_class):
             return reason
