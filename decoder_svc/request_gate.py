@@ -12,6 +12,7 @@ Event loop only.
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ from lookonce.server.admission.quotas import Quotas, Resource
 # Largest part of the time to the deadline that an answer may be expected to take. Half of all answers take longer than
 # expected.
 _SAFE_SHARE = 0.85
+# Time after its latest request during which a tenant's share is kept free.
+_SHARING_S = 60.0
+_MAX_SEEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class RequestGate:
         *,
         max_running_requests: int,
         max_live_requests: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`load` returns the engine's current load, and `is_healthy` whether it accepts requests.
 
@@ -108,6 +113,9 @@ class RequestGate:
         # By tenant and request id: no tenant sees, hinders or ends the requests of another one.
         self._tickets: dict[tuple[str, str], Ticket] = {}
         self._num_admitted = itertools.count()
+        self._clock = clock
+        # By tenant, the time of its latest request, also of a refused one; the longest ago first.
+        self._seen_s: dict[str, float] = {}
 
     def request_id_for(self, identity: Identity, chosen_id: str, call_id: str | None) -> str:
         """Returns the id for a request that arrives now: the chosen one, else the call's if it is free, else a new one.
@@ -134,6 +142,7 @@ class RequestGate:
         key = arrival.identity.tenant, request_id
         if key in self._tickets:
             raise InvalidParameterError("request_id", "a request with this id is being served; choose another")
+        self._check_share(arrival.identity.tenant, arrival.num_choices)
         self._check_place(arrival.num_choices)
         self._check_deadline(arrival)
         engine_id = RequestId(f"{request_id}#{next(self._num_admitted)}")
@@ -184,14 +193,45 @@ class RequestGate:
         """Takes a complete answer of `num_tokens` tokens into the estimate; `served_s` is from first step to end."""
         self._answer_time.note_served(served_s, num_tokens)
 
-    def expected_s(self, priority: int, max_tokens: int | None) -> float:
+    def expected_s(self, priority: int, max_tokens: int | None, tenant: str = "") -> float:
         """Returns the seconds until an answer that is asked for now is complete; 0 while it need not wait to run."""
-        num_live = num_ahead = 0
+        num_live = 0
+        # Requests that may be served before this one, by tenant.
+        before: dict[str, int] = {}
         # This runs for every arrival: 12 µs for 100 requests (AMD EPYC, 2026-11-23), where a refusal takes 750 µs.
         for ticket in self._tickets.values():
             num_live += (num_choices := ticket.num_live)
-            num_ahead += num_choices if ticket.priority <= priority else 0
-        return self._answer_time.expected_s(num_live, num_ahead, self._load(), max_tokens)
+            if ticket.priority <= priority:
+                before[ticket.identity.tenant] = before.get(ticket.identity.tenant, 0) + num_choices
+        load = self._load()
+        num_own = before.get(tenant, 0)
+        # Tenants take turns, but requests that run are not interrupted.
+        in_turn = num_own + sum(min(number, num_own + 1) for other, number in before.items() if other != tenant)
+        num_ahead = max(in_turn, min(load.running_requests, sum(before.values())))
+        return self._answer_time.expected_s(num_live, num_ahead, load, max_tokens)
+
+    def _check_share(self, tenant: str, num_choices: int) -> None:
+        """Raises OverloadedError if a tenant has more requests than are free, while others want some, too.
+
+        These are the dynamic thresholds of lookonce/server/admission/image_shares.py. A tenant alone may have all.
+        """
+        now_s = self._clock()
+        self._seen_s.pop(tenant, None)
+        self._seen_s[tenant] = now_s
+        while now_s - (oldest := next(iter(self._seen_s.items())))[1] > _SHARING_S or len(self._seen_s) > _MAX_SEEN:
+            del self._seen_s[oldest[0]]
+        if len(self._seen_s) == 1:
+            return
+        num_live = num_own = 0
+        for ticket in self._tickets.values():
+            num_live += ticket.num_choices
+            num_own += ticket.num_choices if ticket.identity.tenant == tenant else 0
+        num_free = self._max_live - num_live
+        if num_own and num_own + num_choices > num_free:
+            raise OverloadedError(
+                f"{num_own} of your requests are being served, and {num_free} places are free for all tenants; come "
+                "back later"
+            )
 
     def _check_place(self, num_choices: int) -> None:
         num_live = sum(ticket.num_choices for ticket in self._tickets.values())
@@ -209,7 +249,7 @@ class RequestGate:
     def _check_deadline(self, arrival: Arrival) -> None:
         if arrival.remaining_s is None:
             return
-        expected_s = self.expected_s(arrival.priority, arrival.max_tokens)
+        expected_s = self.expected_s(arrival.priority, arrival.max_tokens, arrival.identity.tenant)
         if expected_s > _SAFE_SHARE * arrival.remaining_s:
             raise OverloadedError(
                 f"the answer would take about {expected_s:.1f} s, and the deadline is in {arrival.remaining_s:.1f} s",

@@ -36,6 +36,7 @@ class Service:
     waiting: int = 0
     step_s: float = 0.0
     is_healthy: bool = True
+    clock: Clock = field(default_factory=Clock)
     live: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
@@ -48,17 +49,22 @@ class Service:
             ImageShares(MAX_IMAGE_BYTES),
             max_running_requests=NUM_PLACES,
             max_live_requests=MAX_LIVE,
+            clock=self.clock,
         )
 
     def load(self) -> EngineLoad:
         return EngineLoad(self.running, self.waiting, 0, self.kv_cache_usage, 0, self.step_s)
 
-    def enter(self, number: int = 1, *, priority: int = 0, has_s: float | None = None) -> list[Ticket]:
-        return [self.live.enter_context(self._admitted(priority, has_s)) for _ in range(number)]
+    def enter(
+        self, number: int = 1, *, priority: int = 0, has_s: float | None = None, identity: Identity = ANYBODY
+    ) -> list[Ticket]:
+        return [self.live.enter_context(self._admitted(priority, has_s, identity)) for _ in range(number)]
 
-    def _admitted(self, priority: int, has_s: float | None) -> contextlib.AbstractContextManager[Ticket]:
-        request_id = self.gate.request_id_for(ANYBODY, "", None)
-        return self.gate.admitted(Arrival(ANYBODY, request_id, priority=priority, remaining_s=has_s))
+    def _admitted(
+        self, priority: int, has_s: float | None, identity: Identity
+    ) -> contextlib.AbstractContextManager[Ticket]:
+        request_id = self.gate.request_id_for(identity, "", None)
+        return self.gate.admitted(Arrival(identity, request_id, priority=priority, remaining_s=has_s))
 
 
 @pytest.fixture
@@ -221,6 +227,54 @@ def test_an_engine_that_hangs_with_requests_of_callers_who_have_gone_refuses_by_
     service.is_healthy = False
     # Submitting the request raises UnavailableError, which sends the caller to another replica.
     service.enter()
+
+
+# Several tenants.
+
+
+def test_a_tenant_alone_may_have_all_places_and_gives_way_to_others(service: Service) -> None:
+    service.running = 0
+    service.enter(MAX_LIVE // 4, identity=TENANT_A)
+    first, service.live = service.live, contextlib.ExitStack()
+    service.enter(3 * MAX_LIVE // 4, identity=TENANT_A)
+    with pytest.raises(OverloadedError, match="limit is"):
+        service.enter(identity=TENANT_B)
+    # The refused tenant will come back, so the other one must not take the next places.
+    first.close()
+    with pytest.raises(OverloadedError, match=r"of your requests are being served, and 500 places are free"):
+        service.enter(identity=TENANT_A)
+    service.enter(250, identity=TENANT_B)
+    with pytest.raises(OverloadedError, match=r"250 of your requests"):
+        service.enter(identity=TENANT_B)
+
+
+def test_a_tenant_that_stays_away_leaves_its_share(service: Service) -> None:
+    service.running = 0
+    service.enter(identity=TENANT_B)
+    service.enter(MAX_LIVE // 2 - 1, identity=TENANT_A)
+    with pytest.raises(OverloadedError):
+        service.enter(10, identity=TENANT_A)
+    service.clock.now_s += 61.0
+    service.enter(MAX_LIVE // 4, identity=TENANT_A)
+
+
+def test_tenants_that_were_seen_are_forgotten(service: Service) -> None:
+    for number in range(5000):
+        name = str(number)
+        with service.gate.admitted(Arrival(Identity(name, name, CallerRole.CLIENT), "r")):
+            assert len(service.gate._seen_s) <= 1024
+
+
+def test_a_request_waits_for_one_of_another_tenant_for_each_of_its_own(service: Service) -> None:
+    service.enter(500, identity=TENANT_A)
+    one = service.gate.expected_s(0, None, "b")
+    # The running ones are ahead of it, and one of them must end.
+    assert one == pytest.approx(SERVED_S / NUM_PLACES + SERVED_S)
+    assert service.gate.expected_s(0, None, "a") > 100 * one
+    service.enter(20, identity=TENANT_B)
+    assert service.gate.expected_s(0, None, "b") == pytest.approx(
+        (41 + 1 - NUM_PLACES) * SERVED_S / NUM_PLACES + SERVED_S
+    )
 
 
 # Ids.
