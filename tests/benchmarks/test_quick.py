@@ -190,3 +190,13 @@ def test_large_messages(quick: Any) -> None:
     assert statuses["Encode items empty, 1 MiB"] == statuses["Check unknown numbers, 1 MiB"] == "RESOURCE_EXHAUSTED"
     assert statuses["Encode items.image.data long, 1 MiB"] == "INVALID_ARGUMENT"
     assert all(one["num_calls"] > 0 and one["longest_s"] > 0 for one in stalls)
+
+
+def test_tenant_fairness(quick: Any) -> None:
+    rounds = quick("tenant_fairness", in_processes=True)["rounds"]
+    assert {number: len(found) for number, found in rounds.items()} == {"2": 1, "1": 1}
+    for number, (one,) in rounds.items():
+        for phase in ("alone", "beside", "as_one"):
+            assert len(one[phase]["whole_s"]) == 3 * int(number)
+            for first_s, whole_s in zip(one[phase]["first_s"], one[phase]["whole_s"], strict=True):
+                assert 0 < first_s <= whole_s
