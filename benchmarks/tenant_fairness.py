@@ -168,8 +168,8 @@ def section(model: str, load: Load, figures: dict[int, list[Round]]) -> str:
             )
     head = ["in flight", "time, P95", "beside ÷ alone", "spread", "as one tenant ÷ alone", "alone"]
     return (
-        f"## {_NAME}\n\nA tenant alone, and beside another one with {_FLOOD * load.num_running // 2} requests in flight; then beside "
-        "the same requests of its own, which is first come,\nfirst served. "
+        f"## {_NAME}\n\nA tenant alone, and beside another one with {_FLOOD * load.num_running // 2} requests in "
+        "flight; then beside the same requests of its own, which is first come,\nfirst served. "
         f"Model `{model}`, {load.num_running} requests run at a time, {load.num_tokens} tokens out, "
         f"{load.num_rounds} rounds in turn.\n\n" + report.table(head, rows)
     )
