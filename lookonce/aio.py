@@ -36,13 +36,11 @@ from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
 from lookonce.sdk.in_threads import readers, run_until
 from lookonce.sdk.messages import (
     PreparedPrompt,
-    abort_request,
     check_one_answer,
-    detokenize_request,
     equal_error,
-    token_texts_of,
 )
 from lookonce.sdk.routing.affinity import with_affinity
+from lookonce.sdk.token_requests import abort_request, detokenize_request, token_texts_of
 from lookonce.sdk.uploads import Turn
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]

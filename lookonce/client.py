@@ -32,14 +32,12 @@ from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_
 from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
 from lookonce.sdk.messages import (
     PreparedPrompt,
-    abort_request,
     check_one_answer,
-    detokenize_request,
     equal_error,
-    token_texts_of,
 )
 from lookonce.sdk.routing.affinity import with_affinity
 from lookonce.sdk.text_stream import TextStream
+from lookonce.sdk.token_requests import abort_request, detokenize_request, token_texts_of
 from lookonce.sdk.uploads import Turn
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]

@@ -92,8 +92,18 @@ class TextPrompt:
     images: Sequence[ImageLike] = ()
 
 
-Prompt: TypeAlias = "str | TextPrompt | Sequence[Message]"
-"""A question, a prompt as text, or a chat."""
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as token ids, as the model reads them."""
+
+    # Ids with one placeholder token for each image, or with all tokens of every image as `tokenize` returns them.
+    token_ids: Sequence[int]
+    # Images in the order of their placeholders.
+    images: Sequence[ImageLike] = ()
+
+
+Prompt: TypeAlias = "str | TextPrompt | TokenPrompt | Sequence[Message]"
+"""A question, a prompt as text or as token ids, or a chat."""
 
 
 class RequestOptions(TypedDict, total=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +11,12 @@ from typing import Any, TypeAlias
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
-from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError, UnsupportedError
-from lookonce.generation import GenerateOptions, Message, Prompt, RequestOptions, Role, TextPrompt
-from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
+from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
+from lookonce.generation import GenerateOptions, Message, Prompt, RequestOptions, Role, TextPrompt, TokenPrompt
 from lookonce.images import ImageLike, ImageRef, as_image, as_images
 from lookonce.sdk.routing.affinity import affinity_of
 from lookonce.sdk.tools import CHAT_OPTIONS, add_calls, add_chat_options, json_text
+from lookonce.sdk.values import assign, fill
 from lookonce.videos import Video
 
 # Up to this size, sending the image costs less than a round trip to learn that the server lacks it.
@@ -29,6 +30,8 @@ _ROLES: Mapping[Role, decoder_pb2.Role.ValueType] = {
 }
 # A message, and its parts with hashed images.
 _Turn: TypeAlias = tuple[Message, list[str | ImageRef | Video]]
+# A text, token ids or a chat.
+_Content: TypeAlias = "str | tuple[int, ...] | list[_Turn]"
 _REQUEST_FIELDS = ("request_id", "priority", "cache_salt", "adapter", "bypass_prefix_cache")
 # Endings of the names of image files, by which a path that was given as text is noticed.
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif")
@@ -49,8 +52,10 @@ class PreparedPrompt:
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(f"unknown option {min(unknown)!r}")
         self._options = {name: value for name, value in options.items() if value is not None}
-        if isinstance(prompt, TextPrompt):
-            self._content: str | list[_Turn] = _as_text(prompt, images)
+        if isinstance(prompt, TextPrompt | TokenPrompt):
+            self._content: _Content = _as_text(prompt) if isinstance(prompt, TextPrompt) else _as_ids(prompt)
+            if images:
+                raise InvalidParameterError("images", f"must be those of the {type(prompt).__name__}")
             # Images and videos in reading order.
             self._visuals: list[ImageRef | Video] = [*as_images(prompt.images)]
         else:
@@ -78,7 +83,7 @@ class PreparedPrompt:
         params = decoder_pb2.GenerateParams(sampling=_sampling(self._options))
         for name in _REQUEST_FIELDS:
             if name in self._options:
-                _assign(params, name, self._options[name])
+                assign(params, name, self._options[name])
         try:
             self._add_prompt(params)
         except UnicodeEncodeError:
@@ -100,14 +105,14 @@ class PreparedPrompt:
             raise InvalidParameterError("continuations", "must be a list of texts or of token ids, not a str")
         request = decoder_pb2.ScoreRequest(params=params)
         if num_logprobs is not None:
-            _assign(request, "logprobs", num_logprobs)
+            assign(request, "logprobs", num_logprobs)
         for continuation in continuations:
             added = request.continuations.add()
             if isinstance(continuation, str):
-                _assign(added, "text", continuation)
+                assign(added, "text", continuation)
             else:
                 added.tokens.SetInParent()
-                _fill(added.tokens, "token_ids", continuation)
+                fill(added.tokens, "token_ids", continuation)
         return request
 
     def tokenize_request(self) -> decoder_pb2.TokenizeRequest:
@@ -115,23 +120,31 @@ class PreparedPrompt:
         params = self.params()
         if isinstance(self._content, str):
             return decoder_pb2.TokenizeRequest(text=params.text)
+        if isinstance(self._content, tuple):
+            raise InvalidParameterError("prompt", "has its tokens already")
         return decoder_pb2.TokenizeRequest(chat=params.chat)
 
     def _add_prompt(self, params: decoder_pb2.GenerateParams) -> None:
         index = 0
-        if isinstance(self._content, str):
+        if not isinstance(self._content, list):
             if given := CHAT_OPTIONS & self._options.keys():
-                raise InvalidParameterError(min(given), "is for chats, not for a TextPrompt")
-            params.text.text = self._content
+                raise InvalidParameterError(min(given), "is for chats, not for a TextPrompt or a TokenPrompt")
+            prompt: decoder_pb2.TextPrompt | decoder_pb2.TokenPrompt
+            if isinstance(self._content, str):
+                prompt = params.text
+                prompt.text = self._content
+            else:
+                prompt = params.tokens
+                fill(prompt, "token_ids", self._content)
             for index, image in enumerate(self._visuals):
-                assert isinstance(image, ImageRef), "a TextPrompt has no videos"
-                params.text.images.append(image_source(image, as_bytes=index in self._inline, in_prompt=True))
+                assert isinstance(image, ImageRef), "such a prompt has no videos"
+                prompt.images.append(image_source(image, as_bytes=index in self._inline, in_prompt=True))
             return
         add_chat_options(params.chat, self._options)
         for turn, parts in self._content:
             message = params.chat.messages.add(role=_ROLES[turn.role])
-            _assign(message, "tool_call_id", turn.tool_call_id)
-            _assign(message, "reasoning", turn.reasoning)
+            assign(message, "tool_call_id", turn.tool_call_id)
+            assign(message, "reasoning", turn.reasoning)
             add_calls(message, turn.tool_calls)
             for part in parts:
                 if isinstance(part, str):
@@ -195,33 +208,6 @@ def equal_error(error: EmbeddingNotCachedError) -> EmbeddingNotCachedError:
     return equal
 
 
-def detokenize_request(token_ids: Sequence[int], *, separately: bool = False) -> decoder_pb2.DetokenizeRequest:
-    """Returns the request for the text of tokens. Raises InvalidParameterError for anything but their ids."""
-    request = decoder_pb2.DetokenizeRequest(separately=separately)
-    _fill(request, "token_ids", token_ids)
-    return request
-
-
-def token_texts_of(token_ids: Sequence[int], response: decoder_pb2.DetokenizeResponse) -> list[str]:
-    """Returns the text of each token.
-
-    Raises UnsupportedError for the answer of an older decoder, and InternalError for a wrong number of texts.
-    """
-    if response.text and not response.token_texts:
-        raise UnsupportedError("the decoder is too old to return the text of single tokens")
-    if len(response.token_texts) != len(token_ids):
-        raise InternalError(f"the decoder answered with {len(response.token_texts)} texts for {len(token_ids)} tokens")
-    return list(response.token_texts)
-
-
-def abort_request(request_id: str) -> decoder_pb2.AbortRequestRequest:
-    """Returns the request to end a running one. Raises InvalidParameterError for what cannot be the id of one."""
-    given: object = request_id
-    if not isinstance(given, str) or not REQUEST_ID.fullmatch(given):
-        raise InvalidParameterError("request_id", f"{REQUEST_ID_RULE}, got {given!r}")
-    return decoder_pb2.AbortRequestRequest(request_id=given)
-
-
 def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_pb2.ImageSource:
     """Converts an image to protobuf, as bytes with their expected digest or as the digest alone."""
     source = common_pb2.ImageSource(beside_others=image.beside_others and not in_prompt)
@@ -240,23 +226,25 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
         frames=[image_source(frame, as_bytes=as_bytes, in_prompt=True) for frame in video.frames]
     )
     if video.fps is not None:
-        _assign(source, "fps", video.fps)
+        assign(source, "fps", video.fps)
     assign_max_pixels(source, video.max_pixels)
     if video.size is not None:
-        _assign(source.size, "width", video.size[0])
-        _assign(source.size, "height", video.size[1])
+        assign(source.size, "width", video.size[0])
+        assign(source.size, "height", video.size[1])
     return source
 
 
-def _has_text(content: str | list[_Turn]) -> bool:
+def _has_text(content: _Content) -> bool:
+    if isinstance(content, tuple):
+        return bool(content)
     texts = [content] if isinstance(content, str) else [part for _, parts in content for part in parts]
     return any(isinstance(text, str) and text.strip() for text in texts)
 
 
-def _first_texts(content: str | list[_Turn]) -> Iterator[str]:
-    """Yields the texts up to the first message of the user."""
-    if isinstance(content, str):
-        yield content
+def _first_texts(content: _Content) -> Iterator[str]:
+    """Yields the texts up to the first message of the user; token ids as numbers."""
+    if not isinstance(content, list):
+        yield content if isinstance(content, str) else " ".join(map(str, content))
         return
     for turn, parts in content:
         yield from (part for part in parts if isinstance(part, str))
@@ -264,13 +252,18 @@ def _first_texts(content: str | list[_Turn]) -> Iterator[str]:
             return
 
 
-def _as_text(prompt: TextPrompt, images: Sequence[ImageLike]) -> str:
+def _as_text(prompt: TextPrompt) -> str:
     text: object = prompt.text
     if not isinstance(text, str):
         raise InvalidParameterError("prompt", f"the text of a TextPrompt must be a str, not {type(text).__name__}")
-    if images:
-        raise InvalidParameterError("images", "must be those of the TextPrompt")
     return text
+
+
+def _as_ids(prompt: TokenPrompt) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, prompt.token_ids))
+    except TypeError:
+        raise InvalidParameterError("prompt", "the ids of a TokenPrompt must be whole numbers") from None
 
 
 def _as_turns(prompt: str | Sequence[Message], images: Sequence[ImageLike]) -> list[_Turn]:
@@ -295,7 +288,7 @@ def _as_turn(message: object) -> _Turn:
 
 def _wrong_prompt(given: object) -> InvalidParameterError:
     return InvalidParameterError(
-        "prompt", f"must be a str, a TextPrompt or a list of Message, not {type(given).__name__}"
+        "prompt", f"must be a str, a TextPrompt, a TokenPrompt or a list of Message, not {type(given).__name__}"
     )
 
 
@@ -339,40 +332,21 @@ def _sampling(options: Mapping[str, object]) -> decoder_pb2.SamplingParams:
         if name in _REQUEST_FIELDS or name in CHAT_OPTIONS or name == "timeout_s":
             continue
         if name in _CONTAINER_FIELDS:
-            _fill(sampling, name, value)
+            fill(sampling, name, value)
         elif name == "choice":
             sampling.choice.SetInParent()
-            _fill(sampling.choice, "texts", value)
+            fill(sampling.choice, "texts", value)
         elif name == "json_schema" and isinstance(value, Mapping):
-            _assign(sampling, name, json_text(name, value))
+            assign(sampling, name, json_text(name, value))
         else:
-            _assign(sampling, name, value)
+            assign(sampling, name, value)
     return sampling
-
-
-def _assign(message: Any, name: str, value: object) -> None:
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidParameterError(name, f"{value!r} is not a valid value") from None
-
-
-def _fill(message: Any, name: str, values: Any) -> None:
-    """Adds values to a repeated field or a map; a single string is a list of one."""
-    container = getattr(message, name)
-    try:
-        if name == "logit_bias":
-            container.update(values)
-        else:
-            container.extend([values] if isinstance(values, str) else values)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidParameterError(name, f"{values!r} is not a valid value") from None
 
 
 def assign_max_pixels(message: Any, max_pixels: int | None) -> None:
     """Sets the option of an image or of a selection of images. Raises InvalidParameterError for a wrong value."""
     if max_pixels is not None:
-        _assign(message, "max_pixels", max_pixels)
+        assign(message, "max_pixels", max_pixels)
 
 
 def _travels_at_once(visual: ImageRef | Video) -> bool:
