@@ -57,7 +57,7 @@ _PLAIN_TEXTS: Mapping[str, str] = {
 }
 _OTHER_TEXT = "the decoder answered with an error that is not for callers"
 # Fields of the contract of decoders, as errors name them.
-_CONTRACT_FIELD = re.compile(r"(?:sampling|chat|text|images|prompt)\b[\w.\[\]]*")
+_CONTRACT_FIELD = re.compile(r"(?:sampling|chat|text|tokens|token_ids|continuations|images|prompt)\b[\w.\[\]]*")
 _IMAGE = re.compile(r"images\[\d+\]")
 _COMPONENT = re.compile(r"\.\w+")
 

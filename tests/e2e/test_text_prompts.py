@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import lookonce
-from lookonce.errors import ImageCountError, UnsupportedError
+from lookonce.errors import ImageCountError, InvalidParameterError, UnsupportedError
 from lookonce.generation import TextPrompt
 from tests import image_files
 from tests.conftest import ONE_THREAD, REPOSITORY
@@ -71,3 +71,18 @@ def test_the_command_sends_a_raw_prompt(target: str, text: str, tmp_path: pathli
     with lookonce.Client.connect(target) as client:
         expected = client.generate(TextPrompt(f"<image>{TEXT}", [PICTURE]), max_tokens=8, temperature=0.0)
     assert finished.stdout == expected.text + "\n"
+
+
+def test_token_ids_are_answered_as_their_text(target: str) -> None:
+    with lookonce.Client.connect(target) as client:
+        text = TextPrompt(f"<image>{TEXT}", [PICTURE])
+        expected = client.generate(text, max_tokens=8, temperature=0.0)
+        token_ids = client.tokenize(text).token_ids
+        answer = client.generate(lookonce.TokenPrompt(token_ids, [PICTURE]), max_tokens=8, temperature=0.0)
+        assert answer.text == expected.text
+        assert answer.usage.prompt_tokens == len(token_ids)
+        for wrong in (["x"], "x", [1.5], []):
+            with pytest.raises(InvalidParameterError):
+                client.generate(lookonce.TokenPrompt(wrong))  # type: ignore[arg-type]
+        with pytest.raises(InvalidParameterError, match="tokens already"):
+            client.tokenize(lookonce.TokenPrompt(token_ids))
