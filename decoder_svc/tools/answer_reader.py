@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from decoder_svc.tools.call_reader import CallReader, Functions
+from decoder_svc.tools.call_reader import CallReader, Functions, reader_of_call
 from decoder_svc.tools.tool import CallDelta
 from decoder_svc.tools.tool_formats import CallStyle
 
@@ -194,7 +194,7 @@ class AnswerReader:
         return False
 
     def _begin_call(self, functions: Functions) -> None:
-        self._call, self._place = CallReader(functions, self._num_calls), _Place.CALL
+        self._call, self._place = reader_of_call(functions, self._num_calls), _Place.CALL
 
     def _read_call(self, read: ReadAnswer) -> bool:
         assert self._call is not None, "a call has begun"

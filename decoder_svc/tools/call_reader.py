@@ -6,8 +6,9 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Never
 
 from decoder_svc.tools.call_values import NoCallError, json_of, marked_call, python_calls, tagged_call
@@ -21,8 +22,6 @@ _ID_CHARS = string.ascii_letters + string.digits
 # Longest beginning of a call, up to its arguments.
 _MAX_HEAD_CHARS = 1024
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9._-]+)"\s*,\s*"(\w+)"\s*:\s*(?=\{)')
-# First character of calls in these styles.
-_FIRST = {CallStyle.JSON: "{", CallStyle.JSON_LIST: "["}
 _NAME = re.compile(r"\s*([A-Za-z0-9._-]+)\s*")
 # Between the name and the arguments Mistral's models may write an id.
 _CALL_ID = "[CALL_ID]"
@@ -40,64 +39,82 @@ class Functions:
         return name in self.types
 
 
-@dataclass(slots=True)
-class CallReader:
+class CallReader(ABC):
     """Reads what follows the beginning of a call.
 
     What is no call of a known function is refused, unless parts of its arguments have been given out.
     """
 
-    functions: Functions
-    # Index of the next call in its answer.
-    index: int
-    # Parts of calls that nobody has taken yet.
-    deltas: list[CallDelta] = field(default_factory=list)
-    # Set at the end: the text behind the call, or all text if this is no call.
-    rest: str | None = None
-    is_refused: bool = False
-    # The text so far. Arguments that have been given out are not in it.
-    _text: str = ""
-    _is_begun: bool = False
-    # Whether the arguments go out as they come; `_text` then begins with what has not gone out.
-    _is_streaming: bool = False
-    # Length of `_text` that the scanner has read, and the index behind the last bracket in it.
-    _num_scanned: int = 0
-    _json_end: int | None = None
-    _scanner: JsonScanner = field(default_factory=JsonScanner)
+    def __init__(self, functions: Functions, index: int) -> None:
+        """`index` is that of the next call in its answer."""
+        self.functions = functions
+        # Parts of calls that nobody has taken yet.
+        self.deltas: list[CallDelta] = []
+        # Set at the end: the text behind the call, or all text if this is no call.
+        self.rest: str | None = None
+        self.is_refused = False
+        self._index = index
+        # The text so far. Arguments that have been given out are not in it.
+        self._text = ""
 
     def push(self, text: str) -> None:
         """Reads the next piece of the answer."""
         self._text += text
-        style = self.functions.form.style
-        if not self._is_begun:
-            visible = self._text.lstrip()[:1]
-            self._is_begun = bool(visible)
-            if visible != _FIRST.get(style, visible):
-                if visible:
-                    self._refuse()
-                return
-        match style:
-            case CallStyle.JSON | CallStyle.NAME_AND_JSON:
-                self._read_json()
-            case CallStyle.JSON_LIST:
-                self._scan()
-                if self._json_end is not None:
-                    self._end_list()
-            case CallStyle.PYTHON:
-                # Brackets in texts between single quotation marks mislead the scanner, so the whole answer is the list.
-                pass
-            case CallStyle.TAGS | CallStyle.MARKED:
-                end = self._text.find(self.functions.form.end)
-                if end >= 0:
-                    self._end_text(end, end + len(self.functions.form.end))
+        self._read()
 
     def flush(self) -> None:
         """Ends a call that the answer's end has cut off, or that nothing but the answer's end ends."""
-        if self.rest is not None:
+        if self.rest is None:
+            self._end_answer()
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Reads the text as far as it is certain."""
+
+    def _end_answer(self) -> None:
+        """Ends the call where the answer ends."""
+        self._refuse()
+
+    def _give(self, name: str, arguments: str) -> None:
+        self.deltas.append(CallDelta(self._index, arguments, _new_id(), name))
+        self._index += 1
+
+    def _give_all(self, calls: Sequence[tuple[str, str]], end: int) -> None:
+        """Gives out whole calls that end at an index of the text, or refuses them if one has an unknown function."""
+        if not all(name in self.functions for name, _ in calls):
+            self._refuse()
             return
-        if self.functions.form.style is CallStyle.PYTHON:
-            self._end_text(len(self._text), len(self._text))
-        elif self._json_end is not None:
+        for name, arguments in calls:
+            self._give(name, arguments)
+        self.rest = self._text[end:]
+
+    def _refuse(self) -> None:
+        self.is_refused, self.rest = True, self._text
+
+
+class _JsonReader(CallReader):
+    """A call whose arguments are JSON. They go out as they come, if the name is before them."""
+
+    def __init__(self, functions: Functions, index: int) -> None:
+        super().__init__(functions, index)
+        # Whether the arguments go out as they come; the text then begins with what has not gone out.
+        self._is_streaming = False
+        # Length of the text that the scanner has read, and the index behind the last bracket in it.
+        self._num_scanned = 0
+        self._json_end: int | None = None
+        self._scanner = JsonScanner()
+
+    def _read(self) -> None:
+        if not self._is_streaming and not self._may_be_call():
+            return
+        self._scan()
+        if self._json_end is not None:
+            self._end_json(is_last=False)
+        elif self._is_streaming:
+            self._give_out(len(self._text))
+
+    def _end_answer(self) -> None:
+        if self._json_end is not None:
             self._end_json(is_last=True)
         elif self._is_streaming:
             # Its arguments are incomplete, as is the answer.
@@ -105,47 +122,19 @@ class CallReader:
         else:
             self._refuse()
 
-    def _read_json(self) -> None:
-        if not self._is_streaming:
-            if self.functions.form.style is CallStyle.JSON:
-                self._find_head()
-            elif not self._find_name():
-                return
-        self._scan()
-        if self._is_streaming and self._json_end is None:
-            self._give_out(len(self._text))
-        elif self._json_end is not None:
-            self._end_json()
-
-    def _give_out(self, count: int) -> None:
-        """Gives out the next characters of the arguments."""
-        if count:
-            self.deltas.append(CallDelta(self.index, self._text[:count]))
-        self._text, self._num_scanned = self._text[count:], self._num_scanned - count
-
-    def _find_head(self) -> None:
-        """Finds the name before the arguments. The usual order of keys lets the arguments go out as they come."""
-        if self._num_scanned > _MAX_HEAD_CHARS:
-            return
-        head = _HEAD.match(self._text)
-        if head is not None and head[2] == self.functions.form.arguments_key and head[1] in self.functions:
-            self._begin(head[1], head.end())
-
-    def _find_name(self) -> bool:
-        """Finds the name and the separator before the arguments. Returns whether they are there."""
-        separator = self.functions.form.separator
-        head, _, behind = self._text.partition(separator)
-        name = _NAME.fullmatch(head.partition(_CALL_ID)[0])
-        arguments = behind.lstrip()
-        if name is not None and name[1] in self.functions and arguments.startswith("{"):
-            self._begin(name[1], len(self._text) - len(arguments))
-            return True
-        if arguments or len(self._text) > _MAX_HEAD_CHARS:
+    def _may_be_call(self) -> bool:
+        """Looks for the name before the arguments. Returns False if more text is needed, or the call is refused."""
+        visible = self._text.lstrip()[:1]
+        if visible not in ("", "{"):
             self._refuse()
-        return False
+        elif visible and self._num_scanned <= _MAX_HEAD_CHARS:
+            head = _HEAD.match(self._text)
+            if head is not None and head[2] == self.functions.form.arguments_key and head[1] in self.functions:
+                self._begin(head[1], head.end())
+        return visible == "{"
 
     def _begin(self, name: str, arguments_start: int) -> None:
-        self.deltas.append(CallDelta(self.index, "", _new_id(), name))
+        self.deltas.append(CallDelta(self._index, "", _new_id(), name))
         self._is_streaming = True
         # The scanner reads the arguments alone.
         self._text, self._scanner, self._num_scanned = self._text[arguments_start:], JsonScanner(), 0
@@ -157,85 +146,142 @@ class CallReader:
                 self._json_end = self._num_scanned + end
             self._num_scanned = len(self._text)
 
-    def _end_json(self, *, is_last: bool = False) -> None:
-        """Ends behind the JSON and the format's own end, if the text goes on with it."""
+    def _give_out(self, count: int) -> None:
+        """Gives out the next characters of the arguments."""
+        if count:
+            self.deltas.append(CallDelta(self._index, self._text[:count]))
+        self._text, self._num_scanned = self._text[count:], self._num_scanned - count
+
+    def _end_json(self, *, is_last: bool) -> None:
+        """Ends behind the JSON and the form's own end, if the text goes on with it."""
         assert self._json_end is not None, "the JSON has ended"
-        form = self.functions.form
         if self._is_streaming:
             self._give_out(self._json_end)
             self._json_end = 0
-        end = self._json_end
-        if self._is_streaming and form.style is CallStyle.JSON:
-            # The arguments have ended, and the object around them goes on.
-            behind_object = JsonScanner(depth=1).end_in(self._text)
-            if behind_object is None:
+            end = self._end_of_object()
+            if end is None:
                 self.rest = "" if is_last else None
                 return
-            end = behind_object
-        behind = self._text[end:].lstrip()
-        if not is_last and len(behind) < len(form.end) and form.end.startswith(behind):
+        else:
+            end = self._json_end
+        behind, mark = self._text[end:].lstrip(), self.functions.form.end
+        if not is_last and len(behind) < len(mark) and mark.startswith(behind):
             return
-        rest = behind.removeprefix(form.end)
-        if self._is_streaming:
-            self.rest = rest
+        if not self._is_streaming:
+            try:
+                self._give(*_call_in(_json(self._text[:end]), self.functions))
+            except (ValueError, RecursionError):
+                self._refuse()
+                return
+        self.rest = behind.removeprefix(mark)
+
+    def _end_of_object(self) -> int | None:
+        """Returns the index behind the object around the arguments, which have ended; None: it goes on."""
+        return JsonScanner(depth=1).end_in(self._text)
+
+
+class _NamedJsonReader(_JsonReader):
+    """A call whose name stands before the arguments, without an object around both."""
+
+    def _may_be_call(self) -> bool:
+        separator = self.functions.form.separator
+        head, _, behind = self._text.partition(separator)
+        name = _NAME.fullmatch(head.partition(_CALL_ID)[0])
+        arguments = behind.lstrip()
+        if name is not None and name[1] in self.functions and arguments.startswith("{"):
+            self._begin(name[1], len(self._text) - len(arguments))
+            return True
+        if arguments or len(self._text) > _MAX_HEAD_CHARS:
+            self._refuse()
+        return False
+
+    def _end_of_object(self) -> int | None:
+        return 0
+
+
+class _JsonListReader(CallReader):
+    """A list of calls as JSON objects."""
+
+    def __init__(self, functions: Functions, index: int) -> None:
+        super().__init__(functions, index)
+        self._scanner, self._num_scanned = JsonScanner(), 0
+
+    def _read(self) -> None:
+        if self._text.lstrip()[:1] not in ("", "["):
+            self._refuse()
+            return
+        end = self._scanner.end_in(self._text[self._num_scanned :])
+        start, self._num_scanned = self._num_scanned, len(self._text)
+        if end is None:
             return
         try:
-            self._give(*self._call(_json(self._text[:end])))
+            calls = [_call_in(value, self.functions) for value in _json(self._text[: start + end])]
         except (ValueError, RecursionError):
             self._refuse()
         else:
-            self.rest = rest
+            self._give_all(calls, start + end)
 
-    def _end_list(self) -> None:
-        assert self._json_end is not None, "the JSON has ended"
-        try:
-            values = _json(self._text[: self._json_end])
-            calls = [self._call(value) for value in (values if isinstance(values, list) else [values])]
-        except (ValueError, RecursionError):
-            self._refuse()
+
+class _TextReader(CallReader):
+    """A call between two marks, whose arguments are not JSON."""
+
+    def _read(self) -> None:
+        form = self.functions.form
+        end = self._text.find(form.end)
+        if end < 0:
             return
-        for call in calls:
-            self._give(*call)
-        self.rest = self._text[self._json_end :]
-
-    def _end_text(self, stop: int, end: int) -> None:
-        body, form = self._text[:stop], self.functions.form
+        body = self._text[:end]
         try:
-            match form.style:
-                case CallStyle.TAGS:
-                    calls = [tagged_call(body, form, self.functions.types)]
-                case CallStyle.MARKED:
-                    calls = [marked_call(body, form)]
-                case _:
-                    calls = python_calls(body)
-            if not all(name in self.functions for name, _ in calls):
-                raise NoCallError
-        except ValueError:
+            is_tagged = form.style is CallStyle.TAGS
+            call = tagged_call(body, form, self.functions.types) if is_tagged else marked_call(body, form)
+        except NoCallError:
             self._refuse()
-            return
-        for call in calls:
-            self._give(*call)
-        self.rest = self._text[end:]
+        else:
+            self._give_all([call], end + len(form.end))
 
-    def _call(self, value: object) -> tuple[str, str]:
-        """Returns name and arguments of a call as JSON. Raises NoCallError."""
-        name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(value, dict) or not isinstance(name, str) or name not in self.functions:
-            raise NoCallError
-        arguments = value.get(self.functions.form.arguments_key, {})
-        if isinstance(arguments, str):
-            # Some models write the arguments as a text that is JSON.
-            arguments = _json(arguments)
-        if not isinstance(arguments, dict):
-            raise NoCallError
-        return name, json_of(arguments)
 
-    def _give(self, name: str, arguments: str) -> None:
-        self.deltas.append(CallDelta(self.index, arguments, _new_id(), name))
-        self.index += 1
+class _PythonReader(CallReader):
+    """A list of calls in Python. Texts between single quotation marks hide its end, so it is the whole answer."""
 
-    def _refuse(self) -> None:
-        self.is_refused, self.rest = True, self._text
+    def _read(self) -> None:
+        """Waits for the answer's end."""
+
+    def _end_answer(self) -> None:
+        try:
+            calls = python_calls(self._text)
+        except NoCallError:
+            self._refuse()
+        else:
+            self._give_all(calls, len(self._text))
+
+
+_READERS: Mapping[CallStyle, type[CallReader]] = {
+    CallStyle.JSON: _JsonReader,
+    CallStyle.NAME_AND_JSON: _NamedJsonReader,
+    CallStyle.JSON_LIST: _JsonListReader,
+    CallStyle.TAGS: _TextReader,
+    CallStyle.MARKED: _TextReader,
+    CallStyle.PYTHON: _PythonReader,
+}
+
+
+def reader_of_call(functions: Functions, index: int) -> CallReader:
+    """Returns a reader of the call, or of the list of calls, with this index in its answer."""
+    return _READERS[functions.form.style](functions, index)
+
+
+def _call_in(value: object, functions: Functions) -> tuple[str, str]:
+    """Returns name and arguments of a call as JSON. Raises NoCallError."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str) or name not in functions:
+        raise NoCallError
+    arguments = value.get(functions.form.arguments_key, {})
+    if isinstance(arguments, str):
+        # Some models write the arguments as a text that is JSON.
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
+        raise NoCallError
+    return name, json_of(arguments)
 
 
 def _json(text: str) -> Any:
