@@ -12,7 +12,6 @@ Event loop only.
 from __future__ import annotations
 
 import itertools
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,9 +31,6 @@ from lookonce.server.admission.quotas import Quotas, Resource
 # Largest part of the time to the deadline that an answer may be expected to take. Half of all answers take longer than
 # expected.
 _SAFE_SHARE = 0.85
-# Time after its latest request during which a tenant's share is kept free.
-_SHARING_S = 60.0
-_MAX_SEEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,6 @@ class RequestGate:
         *,
         max_running_requests: int,
         max_live_requests: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`load` returns the engine's current load, and `is_healthy` whether it accepts requests.
 
@@ -113,9 +108,6 @@ class RequestGate:
         # By tenant and request id: no tenant sees, hinders or ends the requests of another one.
         self._tickets: dict[tuple[str, str], Ticket] = {}
         self._num_admitted = itertools.count()
-        self._clock = clock
-        # By tenant, the time of its latest request, also of a refused one; the longest ago first.
-        self._seen_s: dict[str, float] = {}
 
     def request_id_for(self, identity: Identity, chosen_id: str, call_id: str | None) -> str:
         """Returns the id for a request that arrives now: the chosen one, else the call's if it is free, else a new one.
@@ -142,7 +134,7 @@ class RequestGate:
         key = arrival.identity.tenant, request_id
         if key in self._tickets:
             raise InvalidParameterError("request_id", "a request with this id is being served; choose another")
-        self._check_share(arrival.identity.tenant, arrival.num_choices)
+        self._check_share(arrival.identity, arrival.num_choices)
         self._check_place(arrival.num_choices)
         self._check_deadline(arrival)
         engine_id = RequestId(f"{request_id}#{next(self._num_admitted)}")
@@ -210,27 +202,23 @@ class RequestGate:
         num_ahead = max(in_turn, min(load.running_requests, sum(before.values())))
         return self._answer_time.expected_s(num_live, num_ahead, load, max_tokens)
 
-    def _check_share(self, tenant: str, num_choices: int) -> None:
-        """Raises OverloadedError if a tenant has more requests than are free, while others want some, too.
+    def _check_share(self, identity: Identity, num_choices: int) -> None:
+        """Raises OverloadedError if a tenant would have more requests than would be free for all others.
 
-        These are the dynamic thresholds of lookonce/server/admission/image_shares.py. A tenant alone may have all.
+        These are the dynamic thresholds of lookonce/server/admission/image_shares.py: one tenant alone gets half of all
+        places. Callers without tokens are one tenant, and may have all.
         """
-        now_s = self._clock()
-        self._seen_s.pop(tenant, None)
-        self._seen_s[tenant] = now_s
-        while now_s - (oldest := next(iter(self._seen_s.items())))[1] > _SHARING_S or len(self._seen_s) > _MAX_SEEN:
-            del self._seen_s[oldest[0]]
-        if len(self._seen_s) == 1:
+        if not identity.is_authenticated:
             return
         num_live = num_own = 0
         for ticket in self._tickets.values():
             num_live += ticket.num_choices
-            num_own += ticket.num_choices if ticket.identity.tenant == tenant else 0
+            num_own += ticket.num_choices if ticket.identity.tenant == identity.tenant else 0
         num_free = self._max_live - num_live
-        if num_own and num_own + num_choices > num_free:
+        if num_own + num_choices > max(1, num_free - num_choices):
             raise OverloadedError(
-                f"{num_own} of your requests are being served, and {num_free} places are free for all tenants; come "
-                "back later"
+                f"{num_own} of your requests are being served, {num_choices} more are asked for, and {num_free} places "
+                "are free for all tenants; come back later"
             )
 
     def _check_place(self, num_choices: int) -> None:

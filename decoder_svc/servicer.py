@@ -32,7 +32,7 @@ from decoder_svc.scheduling.request_output import FinishReason
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
-from lookonce.identity import CallerRole, current_identity
+from lookonce.identity import CallerRole, Identity, current_identity
 from lookonce.server.telemetry import current_request_id, replace_request_id
 from lookonce.tenants import Tenants
 
@@ -134,7 +134,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 if increment.finish_reason is not None:
                     wire_response.complete(choice, parts[index])
                     parts[index].clear()
-            if number.are_chosen:
+            if number.are_ranked:
                 wire_response.keep_best(response, number.num_returned, keeps_logprobs=keeps_logprobs)
             response.usage.CopyFrom(wire_response.usage(answers.usage))
             response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
@@ -145,8 +145,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     ) -> AsyncIterator[decoder_service_pb2.GenerateStreamResponse]:
         """Streams Started, one Delta per increment, and Finished for each answer."""
         response = decoder_service_pb2.GenerateStreamResponse
-        if _num_choices(request.params).are_chosen:
-            raise InvalidParameterError("sampling.best_of", "cannot be above n in a stream; use Generate")
+        if _num_choices(request.params).are_ranked:
+            raise InvalidParameterError("sampling.best_of", "is not for streams: the best answer is known at the end")
         submitting = self._submitted(request.params, context)
         # Its images are copied from it, and an answer may take long.
         del request
@@ -287,7 +287,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         request_id = self._gate.request_id_for(identity, params.request_id, current_request_id())
         # Later log lines, the span, the trailers and calls to the encoder have the same id as the answer.
         replace_request_id(request_id)
-        self._check_params(params)
+        self._check_params(params, identity)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         num_choices = len(scoring.continuations) if scoring is not None else _num_choices(params).num_answers
         arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
@@ -325,7 +325,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     def _tenant(self) -> Tenant:
         return self._tenants.named(current_identity().tenant)
 
-    def _check_params(self, params: decoder_service_pb2.GenerateParams) -> None:
+    def _check_params(self, params: decoder_service_pb2.GenerateParams, identity: Identity) -> None:
+        if params.priority < 0 and identity.is_authenticated and identity.role is CallerRole.CLIENT:
+            # It would be served before all requests of other tenants.
+            raise InvalidParameterError("priority", "must be at least 0 with a client's token")
         if params.model not in ("", self._model.name):
             raise InvalidParameterError("model", f"this server serves {self._model.name}; leave the field empty")
         if params.adapter:

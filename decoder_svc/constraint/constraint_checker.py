@@ -56,6 +56,9 @@ class ConstraintChecker:
         """
         refusal = self._outcome(constraint)
         if refusal is not None:
+            place, _, reason = refusal.partition(": ")
+            if constraint.kind is ConstraintKind.TOOL_CALLS and place.startswith("["):
+                raise InvalidParameterError(field_of(constraint) + place, reason)
             raise InvalidParameterError(field_of(constraint), refusal)
 
     def close(self) -> None:

@@ -7,16 +7,18 @@ puts it. Does not tokenize.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 
 from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole
-from decoder_svc.prompt.template_messages import TemplateForm
+from decoder_svc.prompt.template_messages import TemplateForm, no_constant
 from decoder_svc.prompt.text_marks import TextMarks
 from decoder_svc.prompt.text_tokenizer import TextPiece
 from decoder_svc.tools.answer_reader import REASONING_FORMATS
@@ -65,6 +67,8 @@ class ChatTemplate:
         self._has_text_results = not self._takes_results([{"type": "text", "text": PROBE_VALUE}])
         if self.tool_format is not None and self._has_text_results and not self._takes_results(PROBE_VALUE):
             self.tool_format = None
+        # Whether a message may have more than one call. Llama's templates refuse that.
+        self.takes_several_calls = self.tool_format is None or self._takes_several_calls()
         # Names of the template's own arguments.
         self.argument_names = _argument_names(source)
         # The texts around the model's reasoning; None: it marks none.
@@ -101,14 +105,13 @@ class ChatTemplate:
         values = self._arguments(arguments)
         try:
             form = TemplateForm(messages, tools, has_text_results=self._has_text_results)
-            texts = list(form.values())
-            marks = TextMarks(texts)
-            pieces = marks.bordered_pieces(self._rendered(form, marks, marks.bordered, values))
+            marks, rendered = self._rendered(form, values, is_whole=False)
+            pieces = marks.bordered_pieces(rendered)
             if pieces is not None:
                 return pieces
-            # The template cut a text, for example to drop reasoning: render again with marks in place of texts.
-            marks = TextMarks(texts)
-            return marks.whole_pieces(self._rendered(form, marks, marks.whole, values))
+            # The template cut or dropped a text, for example reasoning: render again with marks in place of texts.
+            marks, rendered = self._rendered(form, values, is_whole=True)
+            return marks.whole_pieces(rendered)
         except RecursionError:
             raise InvalidParameterError("chat.tools", "a schema or an argument is nested too deeply") from None
 
@@ -117,7 +120,7 @@ class ChatTemplate:
         if not text:
             return {}
         try:
-            values = json.loads(text)
+            values = json.loads(text, parse_constant=no_constant)
         except (ValueError, RecursionError):
             raise InvalidParameterError(_ARGUMENTS, "is no JSON") from None
         if not isinstance(values, dict):
@@ -126,27 +129,32 @@ class ChatTemplate:
             if name not in self.argument_names:
                 known = ", ".join(sorted(self.argument_names)) or "none"
                 raise InvalidParameterError(_ARGUMENTS, f"the template takes no {name[:64]!r}; it takes {known}")
-            is_plain = value is None or isinstance(value, bool | int | float)
+            is_plain = value is None or (isinstance(value, bool | int | float) and math.isfinite(value))
             if not is_plain and not (isinstance(value, str) and _ARGUMENT_TEXT.fullmatch(value)):
                 raise InvalidParameterError(
                     _ARGUMENTS, f"{name} must be a boolean, a number, null or 1 to 64 characters of [A-Za-z0-9._-]"
                 )
         return values
 
-    def _rendered(
-        self, form: TemplateForm, marks: TextMarks, mark: Callable[[str], str], values: dict[str, Any]
-    ) -> str:
-        functions = form.functions(marks)
+    def _rendered(self, form: TemplateForm, values: dict[str, Any], *, is_whole: bool) -> tuple[TextMarks, str]:
+        """Returns the rendered conversation, with marks around texts, or with `is_whole` in place of them."""
         try:
             try:
-                return self._apply(form.conversation(marks, mark, in_text=False), functions, values)
+                return self._rendered_once(form, values, is_whole=is_whole, in_text=False)
             except TypeError:
                 # Some templates expect system and assistant messages as strings (Pixtral's does).
-                return self._apply(form.conversation(marks, mark, in_text=True), functions, values)
+                return self._rendered_once(form, values, is_whole=is_whole, in_text=True)
         except TEMPLATE_ERRORS as error:
             # Exactly TemplateError: the template's author wrote the message. A subclass: Jinja did, and it stays here.
             reason = str(error) if type(error) is jinja2.TemplateError else "it could not be rendered"
             raise InvalidParameterError("chat.messages", f"the model's chat template refuses: {reason}") from None
+
+    def _rendered_once(
+        self, form: TemplateForm, values: dict[str, Any], *, is_whole: bool, in_text: bool
+    ) -> tuple[TextMarks, str]:
+        marks = TextMarks(form.values())
+        mark = marks.whole if is_whole else marks.bordered
+        return marks, self._apply(form.conversation(marks, mark, in_text=in_text), form.functions(marks), values)
 
     def _apply(
         self,
@@ -179,7 +187,17 @@ class ChatTemplate:
             rendered = self._apply([*_probe()[:2], _result(content)], _PROBE_FUNCTIONS)
         except TEMPLATE_ERRORS:
             return False
-        return PROBE_VALUE in rendered.rpartition(PROBE_KEY)[2] and "'type'" not in rendered
+        written = rendered.rpartition(PROBE_KEY)[2]
+        return PROBE_VALUE in written and not any(name in written for name in ("'text'", '"text"'))
+
+    def _takes_several_calls(self) -> bool:
+        """Whether the template writes a message with two calls."""
+        question, message = _probe()
+        message["tool_calls"] *= 2
+        try:
+            return self._apply([question, message, _result("?")], _PROBE_FUNCTIONS).count(PROBE_KEY) > 2
+        except TEMPLATE_ERRORS:
+            return False
 
     def _check_image_placement(self, image_token: str) -> None:
         try:
@@ -223,11 +241,21 @@ def _result(content: str | list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _argument_names(source: str) -> frozenset[str]:
-    """Returns the names that a template uses and that transformers does not set."""
+    """Returns the names that a template uses and that neither transformers nor the template itself sets.
+
+    A name that the template sets counts if it asks whether the name is defined: so it gives an argument its default.
+    """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(_GENERATION_TAG.sub("", source))
     except jinja2.TemplateError:
         return frozenset()
-    names = jinja2.meta.find_undeclared_variables(tree) - environment.globals.keys() - _SET_BY_TRANSFORMERS
+    stored = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx != "load"}
+    asked = {
+        node.node.name
+        for node in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, jinja2.nodes.Name)
+    }
+    names = jinja2.meta.find_undeclared_variables(tree) - (stored - asked)
+    names -= environment.globals.keys() | _SET_BY_TRANSFORMERS
     return frozenset(name for name in names if not name.endswith("_token"))

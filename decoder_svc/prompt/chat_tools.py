@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from decoder_svc.prompt.chat_template import ChatTemplate
@@ -59,18 +60,25 @@ class ChatTools:
                 template.tool_format, {tool.name: _types_of(tool.parameters) for tool in chat.shown_tools}
             )
             shown_ids.update(self._special_ids(_texts_of(template.tool_format)))
-        if functions is None and template.reasoning is None:
+        reasoning, begins_in_reasoning = template.reasoning, False
+        if reasoning is not None:
+            last = self._tokenizer.decode(list(token_ids[-_NUM_LAST_TOKENS:]), skip_special_tokens=False).rstrip()
+            begins_in_reasoning = last.endswith(reasoning.begin)
+            if last.endswith(reasoning.end):
+                # The prompt has ended the reasoning, so that there is none.
+                reasoning = None
+            else:
+                shown_ids.update(self._special_ids([reasoning.begin, reasoning.end]))
+        if functions is None and reasoning is None:
             return None
-        begins_in_reasoning = False
-        if template.reasoning is not None:
-            shown_ids.update(self._special_ids([template.reasoning.begin, template.reasoning.end]))
-            last = self._tokenizer.decode(list(token_ids[-_NUM_LAST_TOKENS:]), skip_special_tokens=False)
-            begins_in_reasoning = last.rstrip().endswith(template.reasoning.begin)
         return AnswerForm(
-            reasoning=template.reasoning,
+            reasoning=reasoning,
             begins_in_reasoning=begins_in_reasoning,
             functions=functions,
-            is_single_call=chat.tool_choice.is_single or chat.tool_choice.mode is ToolMode.NAMED,
+            is_single_call=chat.tool_choice.is_single
+            or chat.tool_choice.mode is ToolMode.NAMED
+            or not template.takes_several_calls,
+            is_forced=functions is not None and chat.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED),
             shown_token_ids=frozenset(shown_ids),
         )
 
@@ -83,7 +91,7 @@ class ChatTools:
             return None
         return call_constraint(
             chat.tools,
-            chat.tool_choice,
+            replace(chat.tool_choice, is_single=form.is_single_call),
             form.functions.form,
             form.reasoning,
             self._tokenizer.control_id,

@@ -145,10 +145,13 @@ class RequestPreparer:
         prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
         caller, cost = caller_of(tenant, request_id), _text_cost(spec)
         requests = []
-        for continuation in continuations:
-            token_ids = await self._threads.compute_text(
-                caller, cost + len(continuation), self._builder.continuation_ids, spec, continuation
-            )
+        for index, continuation in enumerate(continuations):
+            try:
+                token_ids = await self._threads.compute_text(
+                    caller, cost + len(continuation), self._builder.continuation_ids, spec, continuation
+                )
+            except InvalidParameterError as error:
+                raise InvalidParameterError(f"continuations[{index}]", error.description) from None
             checked = fixed_sampling(token_ids, num_logprobs, self._limits)
             params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
             requests.append(PreparedRequest(prompt, params, checked))

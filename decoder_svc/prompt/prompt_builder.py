@@ -157,30 +157,37 @@ class PromptBuilder:
     def continuation_ids(self, spec: PromptSpec, continuation: str | tuple[int, ...]) -> tuple[int, ...]:
         """Returns the token ids of a continuation: of a text, those that it adds to the prompt's text.
 
-        Raises InvalidParameterError for one without tokens, and for ids outside the vocabulary.
+        Raises InvalidParameterError, without a field, for one without tokens and for ids outside the vocabulary.
         """
         token_ids = self._added_ids(spec, continuation) if isinstance(continuation, str) else continuation
         if not token_ids:
-            raise InvalidParameterError("continuations", "must have at least one token each")
+            raise InvalidParameterError("", "must have at least one token")
         if max(token_ids) >= self._limits.vocab_size:
             raise InvalidParameterError(
-                "continuations", f"must be below the vocabulary's {self._limits.vocab_size}, got {max(token_ids)}"
+                "", f"must be below the vocabulary's {self._limits.vocab_size}, got {max(token_ids)}"
             )
         return token_ids
 
     def _added_ids(self, spec: PromptSpec, text: str) -> tuple[int, ...]:
         """Returns the tokens that a text adds to those of the prompt, without the tokens of its images."""
+        tokenizer = self._tokenizer
         if isinstance(spec, TokenPrompt):
             # Nothing says how the prompt's text would go on.
-            return tuple(self._tokenizer.encode_trusted(text, is_complete=True))
+            return tuple(tokenizer.encode_trusted(text, is_complete=True))
         if isinstance(spec, TextPrompt):
-            before, whole = map(self._tokenizer.encode_trusted, (spec.text, spec.text + text))
+            before, whole = map(tokenizer.encode_trusted, (spec.text, spec.text + text))
+            alone = tokenizer.encode_trusted(text, is_complete=True)
         else:
-            pieces = self._rendered(spec)
-            before = self._tokenizer.encode_pieces(pieces)
-            whole = self._tokenizer.encode_pieces([*pieces, TextPiece(text, is_trusted=False)])
-        # The two texts may share a token at the border. Then evaluation harnesses cut at this place, too.
-        return tuple(whole[len(before) :])
+            pieces, piece = self._rendered(spec), TextPiece(text, is_trusted=False)
+            before, whole = map(tokenizer.encode_pieces, (pieces, [*pieces, piece]))
+            alone = tokenizer.encode_pieces([piece], is_complete=True)
+        if whole[: len(before)] == before:
+            return tuple(whole[len(before) :])
+        # A token would hold the end of the prompt and the beginning of the text. The text gets tokens of its own.
+        texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in ([*before, *alone], whole)]
+        if texts[0] != texts[1]:
+            raise InvalidParameterError("", "shares a token with the end of the prompt, and cannot be written apart")
+        return tuple(alone)
 
     def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:
         """Returns one layout per image: by its size, or for a frame pair the layout from its video."""

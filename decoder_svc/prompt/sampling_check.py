@@ -60,10 +60,8 @@ class NumChoices:
     # Answers that are generated; the others are dropped.
     num_answers: int
 
-    @property
-    def are_chosen(self) -> bool:
-        """Whether the best answers are chosen among more."""
-        return self.num_answers > self.num_returned
+    # Whether the answers are put in order by their log probability.
+    are_ranked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +139,14 @@ def fixed_sampling(token_ids: Sequence[int], num_logprobs: int | None, limits: S
 def check_num_choices(number: int | None, best_of: int | None) -> NumChoices:
     """Returns how many answers are generated and returned. Raises InvalidParameterError for numbers out of range."""
     num_returned = _integer("n", number, 1, MAX_CHOICES, 1)
-    return NumChoices(num_returned, _integer("best_of", best_of, num_returned, MAX_CHOICES, num_returned))
+    num_answers = _integer("best_of", best_of, num_returned, MAX_CHOICES, num_returned)
+    return NumChoices(num_returned, num_answers, are_ranked=best_of is not None and num_answers > 1)
 
 
 def _num_logprobs(spec: SamplingSpec, limits: SamplingLimits) -> int | None:
     number = None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0)
     # The best answers are found by the log probabilities of their tokens.
-    return 0 if number is None and check_num_choices(spec.n, spec.best_of).are_chosen else number
+    return 0 if number is None and check_num_choices(spec.n, spec.best_of).are_ranked else number
 
 
 def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:

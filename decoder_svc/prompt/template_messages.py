@@ -36,12 +36,13 @@ class TemplateForm:
     def __init__(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, has_text_results: bool) -> None:
         """`has_text_results`: the template takes results of functions as texts.
 
-        Raises InvalidParameterError for parameters and arguments that are no JSON objects.
+        Raises InvalidParameterError for parameters that are no JSON object. Arguments that are none were written by a
+        model; the template gets their text.
         """
         self._messages = messages
         self._tools = [(tool, _object(f"chat.tools[{i}].parameters", tool.parameters)) for i, tool in enumerate(tools)]
         self._arguments = {
-            (i, k): _object(f"chat.messages[{i}].tool_calls[{k}].arguments", call.arguments)
+            (i, k): _object_or_text(call.arguments)
             for i, message in enumerate(messages)
             for k, call in enumerate(message.calls)
         }
@@ -105,13 +106,15 @@ class TemplateForm:
         return found
 
     def _content(self, message: ChatMessage, mark: Callable[[str], str], in_text: bool) -> str | list[dict[str, str]]:
-        texts = [mark(part.text) for part in message.parts if isinstance(part, TextPart)]
-        is_text = len(texts) == len(message.parts) and (
+        has_images = not all(isinstance(part, TextPart) for part in message.parts)
+        is_text = not has_images and (
             not message.parts
             or (message.role is ChatRole.TOOL and self._has_text_results)
             or (message.role is not ChatRole.USER and in_text)
         )
-        return "".join(texts) if is_text else [_part(part, mark) for part in message.parts]
+        if is_text:
+            return "".join(mark(part.text) for part in message.parts if isinstance(part, TextPart))
+        return [_part(part, mark) for part in message.parts]
 
 
 def _part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str], str]) -> dict[str, str]:
@@ -123,7 +126,7 @@ def _part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str], str]) ->
 def _object(field: str, text: str) -> dict[str, Any]:
     """Returns a JSON object; an empty text is one without content. Raises InvalidParameterError."""
     try:
-        value = json.loads(text, parse_constant=_no_constant) if text else {}
+        value = json.loads(text, parse_constant=no_constant) if text else {}
     except (ValueError, RecursionError):
         raise InvalidParameterError(field, "is no JSON") from None
     if not isinstance(value, dict):
@@ -131,7 +134,15 @@ def _object(field: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> None:
+def _object_or_text(text: str) -> dict[str, Any] | str:
+    try:
+        return _object("", text)
+    except InvalidParameterError:
+        return text
+
+
+def no_constant(name: str) -> None:
+    """Refuses NaN and Infinity, which are no JSON. Raises ValueError."""
     raise ValueError(name)
 
 

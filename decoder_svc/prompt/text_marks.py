@@ -36,6 +36,7 @@ class TextMarks:
         # Templates may sort by values. So the marks have the order that Jinja's filters give to their texts.
         self._texts = sorted({value.strip() for value in values}, key=lambda text: (text.lower(), text))
         self._index_of = {text: index for index, text in enumerate(self._texts)}
+        self._num_values = len(self._texts)
 
     def bordered(self, text: str) -> str:
         """Returns the text with a mark before its first and after its last visible character.
@@ -49,15 +50,20 @@ class TextMarks:
         return self._marked(text, lambda index, core: f"{self._nonce}{index}{_WHOLE}")
 
     def bordered_pieces(self, rendered: str) -> list[TextPiece] | None:
-        """Splits a string rendered from bordered texts into pieces; None if a text lost a part of its two marks."""
+        """Splits a string rendered from bordered texts into pieces; None if a text lost a mark or a part of one.
+
+        A template that cuts a text may also leave a piece of it without marks, so no text may be missing.
+        """
         pieces: list[TextPiece] = []
         end, opened = 0, None
+        missing = {f"{index:0{_INDEX_DIGITS}d}" for index in range(self._num_values, len(self._texts))}
         for mark in self._found(rendered):
             if opened != (None if mark.kind == _OPEN else mark.number):
                 return None
+            missing.discard(mark.number)
             pieces.append(TextPiece(rendered[end : mark.start], is_trusted=mark.kind == _OPEN))
             end, opened = mark.stop, mark.number if mark.kind == _OPEN else None
-        if opened is not None:
+        if opened is not None or missing:
             return None
         pieces.append(TextPiece(rendered[end:], is_trusted=True))
         return None if self._has_fragments(pieces) else _non_empty(pieces)

@@ -70,14 +70,16 @@ class TextTokenizer:
         has_special_tokens = not is_complete and not self._has_bos(text)
         return list(_encoding(self.backend, text, has_special_tokens, "text.text").ids)
 
-    def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[int]:
+    def encode_pieces(self, pieces: Sequence[TextPiece], *, is_complete: bool = False) -> list[int]:
         """Tokenizes the joined text of all pieces, with control tokens from the trusted pieces only.
+
+        Adds BOS and similar tokens, unless the text `is_complete` or begins with BOS.
 
         Ordinary text has the ids that transformers gives. Raises InvalidParameterError if a user's text cannot be
         encoded without a control token's id, or the tokenizer fails on it.
         """
         has_bos = bool(pieces) and pieces[0].is_trusted and self._has_bos(pieces[0].text)
-        return self._aliased.encode(pieces, add_special_tokens=not has_bos)
+        return self._aliased.encode(pieces, add_special_tokens=not has_bos and not is_complete)
 
     def control_id(self, text: str) -> int | None:
         """Returns the id of a text that is a control token for structured output; None for any other text."""

@@ -34,6 +34,8 @@ class AnswerForm:
     functions: Functions | None = None
     # Whether the answer ends behind its first call.
     is_single_call: bool = False
+    # Whether the answer is nothing but calls. What is no call has been cut off.
+    is_forced: bool = False
     # Control tokens that are read as text.
     shown_token_ids: frozenset[int] = frozenset()
 
@@ -69,8 +71,10 @@ class AnswerReader:
         # Text that has been read and not given out.
         self._held = ""
         self._call: CallReader | None = None
-        # White space before the present call, which counts if it turns out to be none.
+        # White space before the present call, or before those that have ended: it counts if text follows.
         self._gap = ""
+        # Whether any text has been given out.
+        self._has_text = False
         self._num_calls = 0
         # Whether any of the reasoning has been given out.
         self._has_reasoning = False
@@ -103,6 +107,8 @@ class AnswerReader:
         else:
             read.text += self._held.rstrip() if self._num_calls else self._held
         self._held = ""
+        if self._form.is_forced:
+            read.text = ""
         return read
 
     def _step(self, read: ReadAnswer) -> bool:
@@ -141,6 +147,10 @@ class AnswerReader:
                 self._begin_call(functions)
                 return True
         self._place = _Place.TEXT
+        if self._has_text:
+            # A call has been cut out of the text.
+            self._held = (self._gap or " ") + self._held
+        self._gap = ""
         return True
 
     def _read_reasoning(self, read: ReadAnswer) -> bool:
@@ -176,22 +186,26 @@ class AnswerReader:
     def _read_text(self, read: ReadAnswer) -> bool:
         functions = self._form.functions
         if functions is None or not functions.form.begin:
-            read.text += self._held
+            self._give_text(read, self._held)
             self._held = ""
             return False
         begin = functions.form.begin
         start = self._held.find(begin)
         if start >= 0:
             text = self._held[:start].rstrip()
-            read.text += text
-            self._gap = self._held[len(text) : start]
+            self._give_text(read, text)
+            self._gap = self._held[len(text) : start] or self._gap
             self._held = self._held[start + len(begin) :]
             self._begin_call(functions)
             return True
         sure = len(self._held[: len(self._held) - _num_begun(self._held, begin)].rstrip())
-        read.text += self._held[:sure]
+        self._give_text(read, self._held[:sure])
         self._held = self._held[sure:]
         return False
+
+    def _give_text(self, read: ReadAnswer, text: str) -> None:
+        read.text += text
+        self._has_text = self._has_text or bool(text)
 
     def _begin_call(self, functions: Functions) -> None:
         self._call, self._place = reader_of_call(functions, self._num_calls), _Place.CALL
@@ -217,10 +231,10 @@ class AnswerReader:
         self._held = call.rest + self._held
         if call.is_refused:
             # The mark was text, and what follows is text up to the next one.
-            read.text += self._gap + call.functions.form.begin
+            self._give_text(read, self._gap + call.functions.form.begin)
             self._gap, self._place = "", _Place.TEXT
             return True
-        self._gap, self._place = "", _Place.GAP
+        self._place = _Place.GAP
         read.is_ended = self._form.is_single_call
         return True
 

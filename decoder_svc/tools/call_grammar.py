@@ -6,6 +6,8 @@ The arguments of a function are a JSON schema, which the process with llguidance
 from __future__ import annotations
 
 import json
+import keyword
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +18,14 @@ from decoder_svc.tools.tool import Tool, ToolChoice, ToolMode
 from decoder_svc.tools.tool_formats import CallStyle, ToolFormat
 from lookonce.errors import InvalidParameterError, UnsupportedError
 
+_IN_FORM = "the form of this model's calls"
+# Characters of tags, and line ends, which would change the name of an argument that is written between tags.
+_NO_NAME = frozenset("<>\n\r\u2028\u2029\x0b\x0c\x1c\x1d\x1e\x85")
+_DEFINITIONS = ("$defs", "definitions")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANYTHING = r"/(.|\n)*/"
 # Keywords that a text between tags may have.
-_TEXT_KEYWORDS = frozenset({"type", "title", "description", "default", "examples", "enum", "const"})
+_TEXT_KEYWORDS = frozenset({*_DEFINITIONS, "type", "title", "description", "default", "examples", "enum", "const"})
 
 
 @dataclass(slots=True)
@@ -54,12 +60,19 @@ class _Grammar:
         self.rules.append(f"{name}: {expression}")
         return name
 
-    def anything_before(self, name: str, end: str) -> str:
-        """Returns the expression for any text up to and with `end`."""
+    def anything_before(self, name: str, end: str, without: Sequence[str] = ()) -> str:
+        """Returns the expression for any text up to and with `end`. None of the texts in `without` is in it."""
         if self.control_id(end) is not None:
-            return f"{self.rule(name, _ANYTHING)} {self.text(end)}"
-        self.rules.append(f"{name}[suffix={json.dumps(end)}]: {_ANYTHING}")
-        return name
+            # The token's text may not be spelled before it, since both would look the same in the answer.
+            return f"{self._terminal(_ANYTHING, [end, *without])} {self.text(end)}"
+        once = f"/(.|\\n)*{_escaped(end)}/ & ~/(.|\\n)*{_escaped(end)}(.|\\n)+/"
+        return self.rule(name, self._terminal(once, without))
+
+    def _terminal(self, expression: str, without: Sequence[str]) -> str:
+        """Adds a terminal for texts that have none of the given ones in them, and returns its name."""
+        name = f"TEXT_{len(self.rules)}"
+        excluded = f" & ~/(.|\\n)*({'|'.join(map(_escaped, without))})(.|\\n)*/" if without else ""
+        return self.rule(name, expression + excluded)
 
 
 def call_constraint(
@@ -134,6 +147,11 @@ def _schema_of(index: int, tool: Tool) -> dict[str, Any]:
     return schema
 
 
+def _escaped(text: str) -> str:
+    """Returns a regular expression for a text, as Lark's notation has it."""
+    return "".join("\\n" if char == "\n" else re.escape(char).replace("/", "\\/") for char in text)
+
+
 def _place(index: int, *keys: str) -> str:
     return ".".join([f"chat.tools[{index}].parameters", *keys])
 
@@ -152,6 +170,9 @@ def _named_call(grammar: _Grammar, form: ToolFormat, index: int, tool: Tool, sch
 
 def _python_call(grammar: _Grammar, form: ToolFormat, index: int, tool: Tool, schema: dict[str, Any]) -> str:
     required, optional = _arguments(index, schema, form)
+    for name in (*tool.name.split("."), *(key for key, _ in required), *(key for key, _ in optional)):
+        if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
+            raise InvalidParameterError(f"chat.tools[{index}]", f"{name[:64]!r} is no name in {_IN_FORM} ({form.name})")
     written = {
         key: f"{json.dumps(key + '=')} {grammar.json(_place(index, 'properties', key), value)}"
         for key, value in [*required, *optional]
@@ -168,10 +189,13 @@ def _python_call(grammar: _Grammar, form: ToolFormat, index: int, tool: Tool, sc
 
 def _tagged_call(grammar: _Grammar, form: ToolFormat, index: int, tool: Tool, schema: dict[str, Any]) -> str:
     required, optional = _arguments(index, schema, form)
-    names = [key for key, _ in required]
+    for key, _ in (*required, *optional):
+        if not key or key != key.strip() or set(key) & _NO_NAME:
+            raise InvalidParameterError(f"chat.tools[{index}]", f"{key[:64]!r} is no name in {_IN_FORM} ({form.name})")
+    names, by_name = [key for key, _ in required], dict([*required, *optional])
     arguments = []
     for number, key in enumerate(schema.get("properties", {})):
-        written = _tagged(grammar, form, index, f"{index}_{number}", key, schema["properties"][key])
+        written = _tagged(grammar, form, index, f"{index}_{number}", key, by_name[key])
         arguments.append(written if key in names else f"({written})?")
     assert len(arguments) == len(required) + len(optional), "each argument is written once"
     head = f"{grammar.text(form.begin)} {json.dumps(form.name_begin + tool.name + form.name_end)}"
@@ -194,8 +218,12 @@ def _tagged(grammar: _Grammar, form: ToolFormat, index: int, number: str, key: s
         end = form.value_end.strip()
         before = form.value_end[: form.value_end.index(end)]
         after = form.value_end[len(before) + len(end) :]
-        text = grammar.anything_before(f"text_{number}", end if grammar.control_id(end) is not None else before + end)
+        mark = end if grammar.control_id(end) is not None else before + end
+        text = grammar.anything_before(f"text_{number}", mark, [form.end, form.key_begin])
         return f"{begin} {text} {grammar.text(after)}"
+    marks = (form.end, form.key_begin, form.value_end.strip())
+    if any(mark in value for mark in marks for value in fixed if isinstance(value, str)):
+        raise InvalidParameterError(_place(index, "properties", key), f"has a text with a tag of {_IN_FORM}")
     texts = " | ".join(json.dumps(value) for value in fixed if isinstance(value, str))
     if not texts:
         raise InvalidParameterError(_place(index, "properties", key), "allows no text")
@@ -219,7 +247,7 @@ def _arguments(
     index: int, schema: dict[str, Any], form: ToolFormat
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Returns the required and the other arguments, by name. Raises InvalidParameterError for other keywords."""
-    known = {"type", "properties", "required", "title", "description", "additionalProperties", "$schema"}
+    known = {"type", "properties", "required", "title", "description", "additionalProperties", "$schema", *_DEFINITIONS}
     if unknown := schema.keys() - known:
         raise InvalidParameterError(
             _place(index), f"{min(unknown)} is not supported where this model's calls are forced ({form.name})"
@@ -227,6 +255,11 @@ def _arguments(
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidParameterError(_place(index), "must have properties by name, and a list of required ones")
+    if given := {key: schema[key] for key in _DEFINITIONS if key in schema}:
+        # Each argument is a schema of its own, whose references lead to the same places.
+        properties = {
+            key: {**value, **given} if isinstance(value, dict) else value for key, value in properties.items()
+        }
     if missing := [name for name in required if name not in properties]:
         raise InvalidParameterError(_place(index, "required"), f"{str(missing[0])[:64]!r} is none of the properties")
     return (

@@ -22,6 +22,8 @@ _ID_CHARS = string.ascii_letters + string.digits
 # Longest beginning of a call, up to its arguments.
 _MAX_HEAD_CHARS = 1024
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9._-]+)"\s*,\s*"(\w+)"\s*:\s*(?=\{)')
+# Models confuse the two.
+_ARGUMENT_KEYS = ("arguments", "parameters")
 _NAME = re.compile(r"\s*([A-Za-z0-9._-]+)\s*")
 # Between the name and the arguments Mistral's models may write an id.
 _CALL_ID = "[CALL_ID]"
@@ -99,6 +101,7 @@ class _JsonReader(CallReader):
         super().__init__(functions, index)
         # Whether the arguments go out as they come; the text then begins with what has not gone out.
         self._is_streaming = False
+        self._is_given = False
         # Length of the text that the scanner has read, and the index behind the last bracket in it.
         self._num_scanned = 0
         self._json_end: int | None = None
@@ -129,7 +132,7 @@ class _JsonReader(CallReader):
             self._refuse()
         elif visible and self._num_scanned <= _MAX_HEAD_CHARS:
             head = _HEAD.match(self._text)
-            if head is not None and head[2] == self.functions.form.arguments_key and head[1] in self.functions:
+            if head is not None and head[2] in _ARGUMENT_KEYS and head[1] in self.functions:
                 self._begin(head[1], head.end())
         return visible == "{"
 
@@ -167,12 +170,13 @@ class _JsonReader(CallReader):
         behind, mark = self._text[end:].lstrip(), self.functions.form.end
         if not is_last and len(behind) < len(mark) and mark.startswith(behind):
             return
-        if not self._is_streaming:
+        if not self._is_streaming and not self._is_given:
             try:
                 self._give(*_call_in(_json(self._text[:end]), self.functions))
             except (ValueError, RecursionError):
                 self._refuse()
                 return
+            self._is_given = True
         self.rest = behind.removeprefix(mark)
 
     def _end_of_object(self) -> int | None:
@@ -200,44 +204,97 @@ class _NamedJsonReader(_JsonReader):
 
 
 class _JsonListReader(CallReader):
-    """A list of calls as JSON objects."""
+    """A list of calls as JSON objects. Each is read as a call by itself."""
 
     def __init__(self, functions: Functions, index: int) -> None:
         super().__init__(functions, index)
-        self._scanner, self._num_scanned = JsonScanner(), 0
+        self._inner: _JsonReader | None = None
+        self._has_calls = False
+        # The bracket, with white space before it.
+        self._opening = ""
 
     def _read(self) -> None:
-        if self._text.lstrip()[:1] not in ("", "["):
-            self._refuse()
-            return
-        end = self._scanner.end_in(self._text[self._num_scanned :])
-        start, self._num_scanned = self._num_scanned, len(self._text)
-        if end is None:
-            return
-        try:
-            calls = [_call_in(value, self.functions) for value in _json(self._text[: start + end])]
-        except (ValueError, RecursionError):
-            self._refuse()
+        if self._inner is None:
+            visible = self._text.lstrip()
+            if visible[:1] not in ("", "["):
+                self._refuse()
+                return
+            if visible:
+                self._opening = self._text.removesuffix(visible[1:])
+                self._next(visible[1:])
         else:
-            self._give_all(calls, start + end)
+            text, self._text = self._text, ""
+            self._inner.push(text)
+        while self._inner is not None and self._take():
+            pass
+
+    def _end_answer(self) -> None:
+        if self._inner is not None:
+            self._inner.flush()
+            self._take()
+        if self._has_calls:
+            # The list is incomplete, as is the answer.
+            self.rest = ""
+        elif self.rest is None:
+            self._refuse()
+
+    def _next(self, text: str) -> None:
+        """Begins to read a call."""
+        self._inner = _JsonReader(self.functions, self._index)
+        self._text = ""
+        self._inner.push(text)
+
+    def _take(self) -> bool:
+        """Takes over what was found of a call. Returns whether the next one has been begun."""
+        inner = self._inner
+        assert inner is not None, "a call has been begun"
+        self.deltas += inner.deltas
+        self._has_calls = self._has_calls or bool(inner.deltas)
+        inner.deltas.clear()
+        if inner.rest is None:
+            return False
+        if inner.is_refused:
+            self._inner = None
+            if self._has_calls:
+                self.rest = inner.rest
+            else:
+                self._text = self._opening + inner.rest
+                self._refuse()
+            return False
+        behind = inner.rest.lstrip()
+        if not behind:
+            # The comma or the end of the list is still to come.
+            inner.rest = None
+            return False
+        self._index += 1
+        self._inner = None
+        if behind[0] == ",":
+            self._next(behind[1:])
+            return True
+        self.rest = behind.removeprefix("]")
+        return False
 
 
 class _TextReader(CallReader):
-    """A call between two marks, whose arguments are not JSON."""
+    """A call between two marks, whose arguments are not JSON. A text in it may look like the second mark."""
+
+    def __init__(self, functions: Functions, index: int) -> None:
+        super().__init__(functions, index)
+        self._num_searched = 0
 
     def _read(self) -> None:
         form = self.functions.form
-        end = self._text.find(form.end)
-        if end < 0:
+        while (end := self._text.find(form.end, self._num_searched)) >= 0:
+            self._num_searched = end + len(form.end)
+            body = self._text[:end]
+            try:
+                is_tagged = form.style is CallStyle.TAGS
+                call = tagged_call(body, form, self.functions.types) if is_tagged else marked_call(body, form)
+            except NoCallError:
+                continue
+            self._give_all([call], self._num_searched)
             return
-        body = self._text[:end]
-        try:
-            is_tagged = form.style is CallStyle.TAGS
-            call = tagged_call(body, form, self.functions.types) if is_tagged else marked_call(body, form)
-        except NoCallError:
-            self._refuse()
-        else:
-            self._give_all([call], end + len(form.end))
+        self._num_searched = max(0, len(self._text) - len(form.end) + 1, self._num_searched)
 
 
 class _PythonReader(CallReader):
@@ -275,7 +332,11 @@ def _call_in(value: object, functions: Functions) -> tuple[str, str]:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str) or name not in functions:
         raise NoCallError
-    arguments = value.get(functions.form.arguments_key, {})
+    given = [value[key] for key in _ARGUMENT_KEYS if key in value]
+    # Where calls have no mark, an object with other keys is an answer in JSON.
+    if not functions.form.begin and (len(given) != 1 or value.keys() - {"name", "type", "id", *_ARGUMENT_KEYS}):
+        raise NoCallError
+    arguments = given[0] if given else {}
     if isinstance(arguments, str):
         # Some models write the arguments as a text that is JSON.
         arguments = _json(arguments)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 from decoder_svc.tools.tool_formats import ToolFormat
 
@@ -20,17 +21,22 @@ class NoCallError(ValueError):
     """A text that has not the form of a call."""
 
 
-def json_of(arguments: Mapping[Any, Any]) -> str:
-    """Returns arguments as JSON. Raises NoCallError for numbers that JSON has not."""
+def json_of(value: Any) -> str:
+    """Returns a value as JSON. Raises NoCallError for numbers that JSON has not."""
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
         # Halves of surrogate pairs can only be written as escapes.
-        return json.dumps(arguments)
+        return json.dumps(value)
     except ValueError as error:
         raise NoCallError from error
     return text
+
+
+def _object_of(pairs: Mapping[str, str]) -> str:
+    """Returns a JSON object from names and values that are JSON already."""
+    return "{" + ", ".join(f"{json_of(name)}: {value}" for name, value in pairs.items()) + "}"
 
 
 def tagged_call(text: str, form: ToolFormat, types: Mapping[str, Mapping[str, frozenset[str]]]) -> tuple[str, str]:
@@ -46,7 +52,7 @@ def tagged_call(text: str, form: ToolFormat, types: Mapping[str, Mapping[str, fr
     if not found or not name:
         raise NoCallError
     key_end, value_begin = _halves(form.key_end)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, str] = {}
     for part in rest.split(key_begin)[1:]:
         key, has_key_end, value = part.partition(key_end)
         if value_begin:
@@ -58,7 +64,7 @@ def tagged_call(text: str, form: ToolFormat, types: Mapping[str, Mapping[str, fr
         if not value_begin:
             value = value.removeprefix("\n").removesuffix("\n")
         arguments[key.strip()] = _typed(value, types.get(name, {}).get(key.strip(), frozenset()))
-    return name, json_of(arguments)
+    return name, _object_of(arguments)
 
 
 def _halves(key_end: str) -> tuple[str, str]:
@@ -67,61 +73,69 @@ def _halves(key_end: str) -> tuple[str, str]:
     return ended, begun if newline else ""
 
 
-def _typed(value: str, types: frozenset[str]) -> Any:
+def _typed(value: str, types: frozenset[str]) -> str:
+    """Returns a value as JSON."""
     if types == {"string"}:
-        return value
+        return json_of(value)
     try:
-        read = json.loads(value)
+        read = json.loads(value, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return value
+        return json_of(value)
     # An argument that may be a text as well as something else: a text looks like itself only.
-    return value if isinstance(read, str) and "string" in types else read
+    return json_of(value) if isinstance(read, str) and "string" in types else value.strip()
+
+
+def _no_constant(name: str) -> Never:
+    raise NoCallError(name)
 
 
 def python_calls(text: str) -> list[tuple[str, str]]:
     """Returns name and arguments of each call in a Python list. Raises NoCallError."""
+    text = text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NoCallError from None
     if not isinstance(tree, ast.List) or not tree.elts:
         raise NoCallError
     try:
-        return [_python_call(node) for node in tree.elts]
+        return [_python_call(node, text) for node in tree.elts]
     except (ValueError, RecursionError):
         raise NoCallError from None
 
 
-def _python_call(node: ast.expr) -> tuple[str, str]:
+def _python_call(node: ast.expr, text: str) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise NoCallError
-    arguments = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
-    if None in arguments:
+    arguments = {str(keyword.arg): _literal(keyword.value, text) for keyword in node.keywords}
+    if any(keyword.arg is None for keyword in node.keywords):
         raise NoCallError
-    return ast.unparse(node.func), json_of(arguments)
+    return ast.unparse(node.func), _object_of(arguments)
 
 
-def _literal(node: ast.expr) -> Any:
-    """Returns the value of a literal of Python or JSON."""
+def _literal(node: ast.expr, text: str) -> str:
+    """Returns the value of a literal of Python or JSON, as JSON. `text` is the whole list of calls."""
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
+        return node.id
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(each) for each in node.elts]
+        return f"[{', '.join(_literal(each, text) for each in node.elts)}]"
     if isinstance(node, ast.Dict):
-        keys = [None if key is None else _literal(key) for key in node.keys]
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
             raise NoCallError
-        return dict(zip(keys, map(_literal, node.values), strict=True))
+        return _object_of(dict(zip(map(str, keys), (_literal(each, text) for each in node.values), strict=True)))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _literal(node.operand)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value
+        value = _literal(node.operand, text)
+        if value[:1].isdigit():
+            return f"-{value}"
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
-        return node.value
+        is_endless = isinstance(node.value, float) and math.isinf(node.value)
+        # A float cannot hold it, but JSON can.
+        return str(ast.get_source_segment(text, node)) if is_endless else json_of(node.value)
     raise NoCallError
 
 
-_JSON_NAMES = {"true": True, "false": False, "null": None}
+_JSON_NAMES = frozenset({"true", "false", "null"})
 
 
 def marked_call(text: str, form: ToolFormat) -> tuple[str, str]:

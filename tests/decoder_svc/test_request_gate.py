@@ -36,7 +36,6 @@ class Service:
     waiting: int = 0
     step_s: float = 0.0
     is_healthy: bool = True
-    clock: Clock = field(default_factory=Clock)
     live: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
@@ -49,7 +48,6 @@ class Service:
             ImageShares(MAX_IMAGE_BYTES),
             max_running_requests=NUM_PLACES,
             max_live_requests=MAX_LIVE,
-            clock=self.clock,
         )
 
     def load(self) -> EngineLoad:
@@ -232,37 +230,33 @@ def test_an_engine_that_hangs_with_requests_of_callers_who_have_gone_refuses_by_
 # Several tenants.
 
 
-def test_a_tenant_alone_may_have_all_places_and_gives_way_to_others(service: Service) -> None:
+def test_a_tenant_alone_gets_half_of_all_places_and_two_get_a_third_each(service: Service) -> None:
     service.running = 0
-    service.enter(MAX_LIVE // 4, identity=TENANT_A)
-    first, service.live = service.live, contextlib.ExitStack()
-    service.enter(3 * MAX_LIVE // 4, identity=TENANT_A)
-    with pytest.raises(OverloadedError, match="limit is"):
-        service.enter(identity=TENANT_B)
-    # The refused tenant will come back, so the other one must not take the next places.
-    first.close()
-    with pytest.raises(OverloadedError, match=r"of your requests are being served, and 500 places are free"):
+    service.enter(MAX_LIVE // 2, identity=TENANT_A)
+    with pytest.raises(OverloadedError, match=r"1000 of your requests are being served, 1 more"):
         service.enter(identity=TENANT_A)
-    service.enter(250, identity=TENANT_B)
-    with pytest.raises(OverloadedError, match=r"250 of your requests"):
+    service.enter(MAX_LIVE // 4, identity=TENANT_B)
+    with pytest.raises(OverloadedError, match=r"500 of your requests"):
         service.enter(identity=TENANT_B)
-
-
-def test_a_tenant_that_stays_away_leaves_its_share(service: Service) -> None:
-    service.running = 0
-    service.enter(identity=TENANT_B)
-    service.enter(MAX_LIVE // 2 - 1, identity=TENANT_A)
     with pytest.raises(OverloadedError):
-        service.enter(10, identity=TENANT_A)
-    service.clock.now_s += 61.0
-    service.enter(MAX_LIVE // 4, identity=TENANT_A)
+        service.enter(identity=TENANT_A)
 
 
-def test_tenants_that_were_seen_are_forgotten(service: Service) -> None:
-    for number in range(5000):
-        name = str(number)
-        with service.gate.admitted(Arrival(Identity(name, name, CallerRole.CLIENT), "r")):
-            assert len(service.gate._seen_s) <= 1024
+def test_a_request_for_many_answers_does_not_take_what_is_free_for_others(service: Service) -> None:
+    service.running = 0
+    many = [Arrival(TENANT_A, str(number), num_choices=128) for number in range(20)]
+    num_taken = 0
+    with contextlib.suppress(OverloadedError):
+        for arrival in many:
+            service.live.enter_context(service.gate.admitted(arrival))
+            num_taken += arrival.num_choices
+    assert MAX_LIVE // 2 - 128 < num_taken <= MAX_LIVE // 2
+    service.enter(identity=TENANT_B)
+
+
+def test_callers_without_tokens_may_have_all_places(service: Service) -> None:
+    service.running = 0
+    service.enter(MAX_LIVE)
 
 
 def test_a_request_waits_for_one_of_another_tenant_for_each_of_its_own(service: Service) -> None:

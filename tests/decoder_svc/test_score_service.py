@@ -108,9 +108,22 @@ async def test_alternatives_and_one_prompt_for_all(model: Any) -> None:
         assert alone.usage.cached_prompt_tokens > 0
 
 
+async def test_a_text_that_would_share_a_token_with_the_prompt_has_tokens_of_its_own(model: Any) -> None:
+    async with running_decoder(DEMO_MODEL, dtype="float32") as decoder:
+        params = pb.GenerateParams(text=pb.TextPrompt(text="<bos>What is in the pic"))
+        ids = await prompt_ids(decoder, params)
+        texts = ["ture of a circle", "ture?"]
+        continuations = [pb.Continuation(text=text) for text in texts]
+        response = await decoder.stub.Score(pb.ScoreRequest(params=params, continuations=continuations))
+        for text, score in zip(texts, response.scores, strict=True):
+            assert (await decoder.stub.Detokenize(pb.DetokenizeRequest(token_ids=score.token_ids))).text == text
+            expected, _ = reference(model, ids, list(score.token_ids))
+            assert score.logprob == pytest.approx(float(expected.sum()), abs=1e-3)
+
+
 REFUSED: dict[str, tuple[pb.ScoreRequest, str]] = {
     "none": (pb.ScoreRequest(params=prompt("chat")), "continuations"),
-    "empty": (pb.ScoreRequest(params=prompt("chat"), continuations=[pb.Continuation(text="")]), "continuations"),
+    "empty": (pb.ScoreRequest(params=prompt("chat"), continuations=[pb.Continuation(text="")]), "continuations[0]"),
     "unset": (pb.ScoreRequest(params=prompt("chat"), continuations=[pb.Continuation()]), "continuations[0]"),
     "ids": (
         pb.ScoreRequest(

@@ -215,6 +215,8 @@ async def test_the_best_of_several_are_returned_in_order(plain: RunningDecoder, 
     assert [list(choice.token_ids) for choice in best.choices] == [list(choice.token_ids) for choice in ranked[:2]]
     assert [bool(choice.logprobs) for choice in best.choices] == [logprobs is not None] * 2
     assert best.usage.completion_tokens == every.usage.completion_tokens
+    all_ranked = await generate(plain, params("what is it", n=4, best_of=4, **options))
+    assert [choice.text for choice in all_ranked.choices] == [choice.text for choice in ranked]
     one = await generate(plain, params("what is it", best_of=4, **options))
     assert [choice.text for choice in one.choices] == [ranked[0].text]
 

@@ -23,6 +23,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import (
     EmbeddingNotCachedError,
+    InvalidParameterError,
     OverloadedError,
     PermissionDeniedError,
     UnauthenticatedError,
@@ -342,3 +343,11 @@ def test_logs_tell_nothing_that_is_secret(guarded: Guarded) -> None:
     assert all(line["request_id"] and line["duration_s"] >= 0 and line["code"] for line in calls)
     refused = [line for line in lines if line.get("logger") == "lookonce.audit" and line["event"] == "call refused"]
     assert any(line["reason"] == "unauthenticated" for line in refused)
+
+
+def test_a_client_cannot_be_served_before_other_tenants(guarded: Guarded) -> None:
+    with guarded.client("acme") as client:
+        with pytest.raises(InvalidParameterError) as caught:
+            client.generate("what?", priority=-1, max_tokens=1)
+        assert caught.value.field == "priority"
+        assert client.generate("what?", priority=1, max_tokens=1).token_ids

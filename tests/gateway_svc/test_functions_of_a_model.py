@@ -235,18 +235,6 @@ async def test_langchain_makes_objects_of_forced_calls(gateway: Gateway) -> None
             {"messages": [*QUESTION, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
             "messages[1].tool_call_id",
         ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "5"}}],
-                    },
-                    *QUESTION,
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-        ),
         ({"tools": CHAT_TOOLS, "response_format": {"type": "json_object"}}, "tools"),
     ],
 )

@@ -60,6 +60,7 @@ def error_of(body: bytes) -> dict[str, Any]:
         b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
         b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
         json.dumps({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}).encode(),
+        json.dumps({**CHAT, "messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}).encode(),
         json.dumps(CHAT).replace("{", '{"temperature": 1e400, ', 1).encode(),
         json.dumps({**CHAT, "seed": 1 << 64}).encode(),
         json.dumps({**CHAT, "n": 16, "messages": CHAT["messages"] * 129}).encode(),

@@ -90,7 +90,7 @@ def generate(
         asked = _prompt(client, raw, system, images, videos, text, deadline)
         options: GenerateOptions = {**sampling, "logprobs": logprobs, "request_id": request_id}
         options["timeout_s"] = left_s(deadline)
-        if not as_json and number in (None, 1):
+        if not as_json and number in (None, 1) and sampling.get("best_of") is None:
             with client.stream(asked, **options) as stream:
                 stream_text(stream)
             return

@@ -37,7 +37,13 @@ _FLAGS: Sequence[_Flag] = (
     _flag("frequency_penalty", float, "Penalty for each time that the answer has a token, -2 to 2.", min=-2.0, max=2.0),
     _flag("logit_bias", list[str], "TOKEN_ID=VALUE: adds to the token's logit, -100 to 100; repeatable."),
     _flag("seed", int, "Makes sampling repeatable.", min=0, max=MAX_UINT64),
-    _flag("best_of", int, "With --answers: generate so many and show the likeliest ones.", min=1, max=128),
+    _flag(
+        "best_of",
+        int,
+        "Generate so many answers and show the likeliest ones.",
+        min=1,
+        max=128,
+    ),
     _flag("stop", list[str], "Text before which the answer ends; repeatable."),
     _flag(
         "stop_token_ids",
@@ -105,7 +111,9 @@ def _options(given: dict[str, Any]) -> GenerateOptions:
     if "tools" in options:
         options["tools"] = _tools(options["tools"])
     if "template_arguments" in options:
-        options["template_arguments"] = _json("--template-arguments", options["template_arguments"])
+        options["template_arguments"] = arguments = _json("--template-arguments", options["template_arguments"])
+        if not isinstance(arguments, dict):
+            raise typer.BadParameter("is no JSON object", param_hint="--template-arguments")
     return cast(GenerateOptions, options)
 
 

@@ -10,7 +10,7 @@ import pytest
 from decoder_svc.prompt.chat_tools import ChatTools
 from decoder_svc.prompt.prompt_spec import ChatMessage, ChatPrompt, ChatRole, TextPart
 from decoder_svc.service import LoadedText
-from decoder_svc.tools.tool import Tool, ToolChoice, ToolMode
+from decoder_svc.tools.tool import Tool, ToolCall, ToolChoice, ToolMode
 from lookonce.errors import UnsupportedError
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.conftest import loaded
@@ -59,6 +59,49 @@ def test_a_prompt_that_begins_the_reasoning(hermes: LoadedText) -> None:
         assert form.functions is None
 
 
+def test_a_prompt_that_has_ended_the_reasoning(tmp_path: pathlib.Path) -> None:
+    source = TEMPLATES["hermes"] + "{%- if add_generation_prompt -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
+    text = loaded(tool_folder(tmp_path / "model", source))
+    chat = ChatPrompt(QUESTION, TOOLS, ToolChoice(ToolMode.REQUIRED))
+    tools = ChatTools(text.tokenizer, text.template)
+    form = tools.form_of(chat, prompt_of(text, chat))
+    assert form is not None
+    assert form.reasoning is None
+    constraint = tools.constraint_of(chat, form)
+    assert constraint is not None
+    assert "think" not in constraint.text
+
+
+def test_a_template_that_takes_one_call_only(tmp_path: pathlib.Path) -> None:
+    source = TEMPLATES["llama"].replace(
+        "{%- for tool_call in message.tool_calls -%}",
+        "{%- if message.tool_calls | length != 1 -%}{{- raise_exception('only one') -}}{%- endif -%}"
+        "{%- for tool_call in message.tool_calls -%}",
+    )
+    text = loaded(tool_folder(tmp_path / "model", source))
+    assert text.template is not None
+    assert text.template.tool_format is not None
+    chat = ChatPrompt(QUESTION, TOOLS)
+    form = ChatTools(text.tokenizer, text.template).form_of(chat, prompt_of(text, chat))
+    assert form is not None
+    assert form.is_single_call
+
+
+def test_a_template_that_writes_parts_as_json_gets_results_as_texts(tmp_path: pathlib.Path) -> None:
+    end = " -}}\n  {%- else"
+    source = TEMPLATES["llama"].replace(f"text_of(message.content){end}", f"(message.content | tojson){end}")
+    assert source != TEMPLATES["llama"]
+    text = loaded(tool_folder(tmp_path / "model", source))
+    call = ToolCall("abc", "f", "{}")
+    messages = (
+        *QUESTION,
+        ChatMessage(ChatRole.ASSISTANT, (), (call,)),
+        ChatMessage(ChatRole.TOOL, (TextPart("two"),), call_id="abc"),
+    )
+    assert text.template is not None
+    assert '"two"' in "".join(piece.text for piece in text.template.render(messages))
+
+
 @pytest.mark.parametrize(
     ("choice", "is_single"),
     [(ToolChoice(), False), (ToolChoice(is_single=True), True), (ToolChoice(ToolMode.NAMED, "f"), True)],
@@ -88,7 +131,8 @@ def test_names_that_a_template_takes(tmp_path: pathlib.Path, hermes: LoadedText)
     assert hermes.template.argument_names == {"enable_thinking"}
     images = "{% for m in messages if m.content[0].type == 'image' %}<image>{% endfor %}"
     source = images + "{{ bos_token }}{{ tone }}{{ range(1) }}"
+    source += "{% set own = 5 %}{{ own }}{% if depth is not defined %}{% set depth = 1 %}{% endif %}{{ depth }}"
     other = loaded(tool_folder(tmp_path / "other", source))
     assert other.template is not None
-    assert other.template.argument_names == {"tone"}
+    assert other.template.argument_names == {"tone", "depth"}
     assert other.template.tool_format is None

@@ -47,6 +47,13 @@ def test_values_in_json_are_found_as_json_writes_them() -> None:
     ]
 
 
+def test_a_piece_without_marks_is_noticed() -> None:
+    """The middle of a text that a template has split looks like the template's own text."""
+    marks = TextMarks(["never written"])
+    rendered = f"<{marks.bordered('aX<eos>Xc').split('X')[1]}>"
+    assert marks.bordered_pieces(rendered) is None
+
+
 @pytest.mark.parametrize("damaged", [slice(0, -1), slice(1, None), slice(0, 50), slice(50, None)])
 def test_a_text_that_was_cut_is_noticed(damaged: slice) -> None:
     marks = TextMarks(["value"])

@@ -63,6 +63,32 @@ ANSWERS: list[tuple[str, str, Parts]] = [
         ("", "", [("f", '{"x": 1}'), ("g", "{}")]),
     ),
     ("llama", '{"a": 1}', ('{"a": 1}', "", [])),
+    ("llama", '{"name": "f", "arguments": {"x": 4}}', ("", "", [("f", '{"x": 4}')])),
+    ("llama", '{"colour": "red", "name": "f"}', ('{"colour": "red", "name": "f"}', "", [])),
+    ("llama", '{"name": "g"}', ('{"name": "g"}', "", [])),
+    (
+        "hermes",
+        'I use <tool_call>{"name": "g", "arguments": {}}</tool_call> and\n<tool_call>{"name": "g"}</tool_call> more',
+        ("I use and\nmore", "", [("g", "{}"), ("g", "{}")]),
+    ),
+    (
+        "mistral_list",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"arguments": {}, "name": "g"}, {"name": "h", "a',
+        ("", "", [("f", '{"x": 1}'), ("g", "{}")]),
+    ),
+    (
+        "mistral_list",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "h", "arguments": {}}]',
+        ('{"name": "h", "arguments": {}}]', "", [("f", '{"x": 1}')]),
+    ),
+    ("mistral_list", "[TOOL_CALLS] [5]", ("[TOOL_CALLS] [5]", "", [])),
+    ("python", "[f(x=9e9999, s='')]", ("", "", [("f", '{"x": 9e9999, "s": ""}')])),
+    (
+        "glm",
+        "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a</tool_call>b</arg_value>\n<arg_key>x</arg_key>\n"
+        "<arg_value>1e999</arg_value>\n</tool_call>",
+        ("", "", [("f", '{"s": "a</tool_call>b", "x": 1e999}')]),
+    ),
     ("llama", 'It is {"a"}', ('It is {"a"}', "", [])),
     (
         "glm",
@@ -161,6 +187,19 @@ def test_an_answer_ends_behind_its_only_call(name: str) -> None:
     }[name]
     form = with_functions(name, is_single_call=True)
     assert read(form, [text]) == read(form, list(text)) == ("", "", [("g", "{}")])
+
+
+def test_a_forced_answer_that_is_cut_off_has_no_text() -> None:
+    for name, text in (("hermes", '<tool_call>\n{"na'), ("python", "[f(x="), ("glm", "<tool_call>f\n<arg_key>")):
+        assert read(with_functions(name, is_forced=True), [text]) == ("", "", [])
+
+
+def test_calls_of_a_list_come_one_by_one() -> None:
+    reader = AnswerReader(with_functions("mistral_list"))
+    first = reader.push('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name"')
+    assert [(delta.index, delta.name, delta.arguments) for delta in first.calls] == [(0, "f", ""), (0, "", '{"x": 1}')]
+    second = reader.push(': "g", "arguments": {}}]')
+    assert [(delta.index, delta.name, delta.arguments) for delta in second.calls] == [(1, "g", ""), (1, "", "{}")]
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -159,6 +159,16 @@ REFUSED: dict[str, tuple[str, list[Tool], str]] = {
         parameters(properties={"x": {"type": "string", "enum": [1]}}),
         "chat.tools[0].parameters.properties.x",
     ),
+    "no name of Python": ("python", parameters(properties={"from": {}}), "chat.tools[0]"),
+    "dash": ("python", parameters(properties={"a-b": {}}), "chat.tools[0]"),
+    "normalised": ("python", parameters(properties={"\N{MATHEMATICAL BOLD SCRIPT SMALL A}": {}}), "chat.tools[0]"),
+    "tag in a name": ("qwen_xml", parameters(properties={"a>b": {}}), "chat.tools[0]"),
+    "space around a name": ("glm", parameters(properties={" a": {}}), "chat.tools[0]"),
+    "tag in a text": (
+        "glm",
+        parameters(properties={"x": {"type": "string", "const": "</tool_call>"}}),
+        "chat.tools[0].parameters.properties.x",
+    ),
     "unknown required": ("python", parameters(properties={}, required=["x"]), "chat.tools[0].parameters.required"),
 }
 
@@ -169,6 +179,47 @@ def test_schemas_that_cannot_be_forced_are_named(case: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         constraint(name, tools=tools)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["class", "a-b", "1f"])
+def test_a_function_whose_name_python_does_not_have_is_named(name: str) -> None:
+    with pytest.raises(InvalidParameterError, match="no name"):
+        constraint("python", tools=[Tool(name, "", "")])
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_definitions_are_known_to_each_argument(grammars: Grammars, name: str) -> None:
+    colour = {"enum": ["u", "v"]}
+    schema = {"properties": {"s": {"$ref": "#/$defs/Colour"}}, "required": ["s"], "$defs": {"Colour": colour}}
+    found = constraint(name, ToolChoice(ToolMode.NAMED, "b"), [Tool("b", "", json.dumps(schema))])
+    assert found is not None
+    grammars.check(found)
+    values = set()
+    for seed in range(8):
+        text = random_answer(grammars, found, seed)
+        if text is not None:
+            ((_, arguments),) = calls_in(name, text)
+            values.add(json.loads(arguments)["s"])
+    assert values == {"u", "v"}
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen_xml"])
+def test_a_text_between_tags_has_no_tag(grammars: Grammars, name: str) -> None:
+    schema = {"properties": {"t": {"type": "string"}}, "required": ["t"]}
+    found = constraint(name, ToolChoice(ToolMode.NAMED, "b"), [Tool("b", "", json.dumps(schema))])
+    assert found is not None
+    form = FORMS[name]
+    head = f"{form.begin}{form.name_begin}b{form.name_end}{form.key_begin}t{form.key_end}"
+    tail = f"{form.value_end}{form.arguments_end}{form.end}"
+
+    def is_allowed(text: str) -> bool:
+        matcher = grammars.matcher(found)
+        ids = grammars.tokenizer.tokenize_str(f"{head}{text}{tail}")
+        return all(matcher.consume_token(token_id) for token_id in ids) and matcher.is_accepting()
+
+    assert is_allowed("any < text > of\nlines & {}")
+    for tag in (form.key_begin, form.end):
+        assert not is_allowed(f"a {tag} b")
 
 
 def test_a_form_without_a_grammar_is_named() -> None:
