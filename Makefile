@@ -28,7 +28,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test image-test check format lint types imports contract release-contract bench bench-gpu bench-peer wheels docs docs-site screenshots families clean
+.PHONY: help venv demo test image-test check format lint types imports contract rules release-contract bench bench-gpu bench-peer wheels docs docs-site screenshots families clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -45,7 +45,7 @@ test: $(INSTALLED) ## all tests, and at the end why some were skipped
 image-test: $(INSTALLED) ## build and run both images with buildah, as root, from LOOKONCE_IMAGE_BASE
 	@$(BIN)/python -m pytest -m image -rs tests/k8s/test_image_build.py
 
-check: lint types imports contract ## check format, lint, types, imports and the gRPC contract; changes nothing
+check: lint types imports contract rules ## check format, lint, types, imports, the gRPC contract, layout and prose; changes nothing
 
 format: $(INSTALLED) ## format the code and the gRPC contract
 	@$(BIN)/ruff format
@@ -63,6 +63,10 @@ types: $(INSTALLED)
 
 imports: $(INSTALLED)
 	@$(BIN)/lint-imports --no-logo
+
+# The tests of the repository's own rules take seconds, so they do not wait for `make test`.
+rules: $(INSTALLED)
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_rooms.py tests/test_prose.py tests/contract/test_contract_changes.py
 
 contract: $(INSTALLED)
 	@$(BIN)/buf lint

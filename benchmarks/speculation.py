@@ -23,7 +23,7 @@ from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams

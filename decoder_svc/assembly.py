@@ -27,9 +27,9 @@ from decoder_svc.runner.selection import runner_class
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.kv_group import SlidingGroupSize
-from decoder_svc.scheduling.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import SpeculationLimits

@@ -173,7 +173,8 @@ def test_the_redis_protocol_imports_nothing_else_of_the_store() -> None:
 
 
 def test_importing_the_scheduler_loads_no_third_party_package() -> None:
-    modules = [f"decoder_svc.scheduling.{path.stem}" for path in _modules(ROOT / "decoder_svc/scheduling")]
+    folder = ROOT / "decoder_svc/scheduling"
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in folder.rglob("*.py")]
     program = (
         "import importlib, sys\n"
         f"for module in {modules!r}: importlib.import_module(module)\n"

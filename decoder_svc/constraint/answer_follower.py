@@ -134,7 +134,7 @@ class AnswerFollower:
     def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
         """Returns the tokens that grammars leave no choice about, as ConstraintFollower says."""
         followed = [answer for answer in answers if _fixed(answer) is None]
-        found = iter(self._ask(followed, num_tokens).result() if followed else [])
+        found = iter(self._ask(followed, num_tokens).result())
         return [
             _forced_ids(next(found)) if fixed is None else fixed.forced(answer, num_tokens)
             for answer in answers
@@ -144,10 +144,10 @@ class AnswerFollower:
     def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
         """Begins to compute masks, as ConstraintFollower says."""
         followed = [answer for answer in answers if _fixed(answer) is None]
-        question = self._ask(followed, 0) if followed else None
+        question = self._ask(followed, 0)
 
         def masks() -> list[list[bytes]]:
-            found = iter([] if question is None else question.result())
+            found = iter(question.result())
             return [
                 self._filled(next(found), answer) if fixed is None else fixed.masks(answer)
                 for answer in answers

@@ -18,7 +18,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole
-from decoder_svc.prompt.template_messages import TemplateForm, no_constant
+from decoder_svc.prompt.template_messages import UNMARKED_NAMES, TemplateForm, no_constant
 from decoder_svc.prompt.text_marks import TextMarks
 from decoder_svc.prompt.text_tokenizer import TextPiece
 from decoder_svc.tools.answer_reader import REASONING_FORMATS
@@ -152,7 +152,7 @@ class ChatTemplate:
     def _rendered_once(
         self, form: TemplateForm, values: dict[str, Any], *, is_whole: bool, in_text: bool
     ) -> tuple[TextMarks, str]:
-        marks = TextMarks(form.values())
+        marks = TextMarks(form.values(), UNMARKED_NAMES)
         mark = marks.whole if is_whole else marks.bordered
         return marks, self._apply(form.conversation(marks, mark, in_text=in_text), form.functions(marks), values)
 

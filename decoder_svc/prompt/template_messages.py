@@ -13,9 +13,7 @@ from decoder_svc.prompt.text_marks import TextMarks
 from decoder_svc.tools.tool import Tool
 from lookonce.errors import InvalidParameterError
 
-# Words of JSON schemas and of transformers' form of functions. Templates look for them, so they get no marks. None of
-# them spells a control token.
-_KEYWORDS = frozenset(
+UNMARKED_NAMES = frozenset(
     {
         *("type", "function", "name", "description", "parameters", "strict", "arguments", "nullable", "properties"),
         *("required", "items", "prefixItems", "enum", "const", "default", "title", "format", "pattern", "examples"),
@@ -24,6 +22,8 @@ _KEYWORDS = frozenset(
         *("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties", "patternProperties"),
     }
 )
+"""Words of JSON schemas and of transformers' form of functions. Templates look for them, so they get no marks. None of
+them spells a control token."""
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 # Ids that every template takes: those of Mistral have this form.
 _ID_LENGTH = 9
@@ -173,7 +173,7 @@ def _marked(value: Any, marks: TextMarks, key: str = "") -> Any:
         return value if key == "type" and value in _TYPES else marks.bordered(value)
     if isinstance(value, dict):
         return {
-            name if name in _KEYWORDS else marks.bordered(name): _marked(each, marks, name)
+            name if name in UNMARKED_NAMES else marks.bordered(name): _marked(each, marks, name)
             for name, each in value.items()
         }
     if isinstance(value, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,11 +31,17 @@ class _Mark(NamedTuple):
 class TextMarks:
     """Random marks around the texts of one conversation, by which they are found in the rendered string."""
 
-    def __init__(self, values: Iterable[str] = ()) -> None:
-        """`values` are texts that may be parts of data. The marks of equal ones are equal."""
+    def __init__(self, values: Iterable[str] = (), unmarked_names: Iterable[str] = ()) -> None:
+        """`values` are texts that may be parts of data. The marks of equal ones are equal.
+
+        `unmarked_names` are names of ASCII that stand in data without marks.
+        """
         self._nonce = str(secrets.randbelow(9 * 10 ** (_NONCE_DIGITS - 1)) + 10 ** (_NONCE_DIGITS - 1))
-        # Templates may sort by values. So the marks have the order that Jinja's filters give to their texts.
+        # Templates may sort by values. So the marks have the order that Jinja's filters give to their texts, and begin
+        # with the name that comes before the text.
         self._texts = sorted({value.strip() for value in values}, key=lambda text: (text.lower(), text))
+        names = sorted({"", *(name.lower() for name in unmarked_names)})
+        self._prefixes = [names[bisect_right(names, text.lower()) - 1] for text in self._texts]
         self._index_of = {text: index for index, text in enumerate(self._texts)}
         self._num_values = len(self._texts)
 
@@ -104,10 +111,16 @@ class TextMarks:
             stop = start + _NONCE_DIGITS + _INDEX_DIGITS + 1
             number, kind = rendered[start + _NONCE_DIGITS : stop - 1], rendered[stop - 1 : stop]
             if number.isdecimal() and kind in (_OPEN, _CLOSE, _WHOLE):
-                yield _Mark(start, stop, number, kind)
+                prefix = "" if kind == _CLOSE else self._prefix(int(number))
+                begin = start - len(prefix)
+                if rendered[max(begin, 0) : start].lower() == prefix:
+                    yield _Mark(begin, stop, number, kind)
                 start = stop
             else:
                 start += 1
+
+    def _prefix(self, index: int) -> str:
+        return self._prefixes[index] if index < self._num_values else ""
 
     def _marked(self, text: str, mark: Callable[[str, str], str]) -> str:
         core = text.strip()
@@ -119,7 +132,7 @@ class TextMarks:
             number = len(self._texts)
             self._texts.append(core)
         index = f"{number:0{_INDEX_DIGITS}d}"
-        return text[:start] + mark(index, core) + text[start + len(core) :]
+        return text[:start] + self._prefix(number) + mark(index, core) + text[start + len(core) :]
 
 
 def _non_empty(pieces: list[TextPiece]) -> list[TextPiece]:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.request import Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import AnswerSoFar
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk

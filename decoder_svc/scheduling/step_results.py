@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.request import Request, RequestState
 from decoder_svc.scheduling.row_demand import RowDemand
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, TokenUpdate

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.request import Request, RequestId
 
 

@@ -333,7 +333,7 @@ def _call_in(value: object, functions: Functions) -> tuple[str, str]:
     if not isinstance(value, dict) or not isinstance(name, str) or name not in functions:
         raise NoCallError
     given = [value[key] for key in _ARGUMENT_KEYS if key in value]
-    # Where calls have no mark, an object with other keys is an answer in JSON.
+    # If calls have no mark, an object with other keys is an answer in JSON.
     if not functions.form.begin and (len(given) != 1 or value.keys() - {"name", "type", "id", *_ARGUMENT_KEYS}):
         raise NoCallError
     arguments = given[0] if given else {}

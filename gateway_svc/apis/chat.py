@@ -82,7 +82,7 @@ _NAMES: Mapping[str, str] = {
     "chat.tools": "tools",
     "chat.tool_choice": "tool_choice",
     "chat.template_arguments": TEMPLATE_FIELD,
-    # Behind the place of a function or a call.
+    # These stand behind the place of a function or a call.
     ".name": ".function.name",
     ".parameters": ".function.parameters",
     ".arguments": ".function.arguments",

@@ -47,7 +47,7 @@ class _Growing:
 
     @property
     def content(self) -> Content:
-        """All parts so far."""
+        """The parts that were added so far, with their places."""
         return Content(self.parts, self.places)
 
 

@@ -63,7 +63,7 @@ _NAMES: Mapping[str, str] = {
     "images": "messages",
     "chat.tools": "tools",
     "chat.tool_choice": "tool_choice",
-    # Behind the place of a function, a message or a call.
+    # These stand behind the place of a function, a message or a call.
     ".parameters": ".input_schema",
     ".arguments": ".input",
     ".tool_call_id": ".tool_use_id",

@@ -34,7 +34,7 @@ class _Answer:
         return not self.content.parts and not self.calls
 
     def turn(self) -> Turn:
-        """Returns the message."""
+        """Returns the answer as one message of the assistant."""
         reasoning = "\n".join(self.reasoning)
         return Turn("assistant", self.content, self.where, self.calls, self.call_places, reasoning)
 
@@ -55,7 +55,7 @@ class _Conversation:
         _ADDERS[kind](self, item)
 
     def turns(self) -> list[Turn]:
-        """Returns all messages."""
+        """Returns the messages of all items that were added."""
         self._end_answer()
         return self._turns
 

@@ -49,7 +49,7 @@ _NAMES: Mapping[str, str] = {
     "chat.tools": "tools",
     "chat.tool_choice": "tool_choice",
     "chat.template_arguments": TEMPLATE_FIELD,
-    # Behind the place of a message or a call.
+    # These stand behind the place of a message or a call.
     ".id": ".call_id",
     ".tool_call_id": ".call_id",
     ".parts": ".content",

@@ -16,7 +16,7 @@ TOOLS_NOTE = (
 )
 PARALLEL_NOTE = "With `false`, the answer ends behind its first call."
 
-# As many as decoders take.
+# Decoders take as many.
 _MAX_TOOLS = 128
 _MODES = ("auto", "none", "required")
 # Anthropic's names of the modes.
@@ -104,7 +104,7 @@ def _tool(fields: Fields, schema_name: str) -> Tool:
     return Tool(
         name=fields.needed("name", fields.text("name")),
         description=fields.text("description") or "",
-        # As text, so that it is converted once for all answers.
+        # It is text here, so that it is converted once for all answers.
         parameters=None if schema is None else json_text(fields.place(schema_name), schema),
         strict=fields.flag("strict") or False,
     )

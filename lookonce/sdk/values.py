@@ -8,7 +8,7 @@ from lookonce.errors import InvalidParameterError
 
 
 def assign(message: Any, name: str, value: object) -> None:
-    """Sets a field."""
+    """Sets a field to one value. Raises InvalidParameterError if it has another type."""
     try:
         setattr(message, name, value)
     except (TypeError, ValueError, OverflowError):
@@ -16,7 +16,7 @@ def assign(message: Any, name: str, value: object) -> None:
 
 
 def fill(message: Any, name: str, values: Any) -> None:
-    """Adds values to a repeated field or a map; a single string is a list of one."""
+    """Adds values to a repeated field or a map; a single string is a list of one. Raises InvalidParameterError."""
     container = getattr(message, name)
     try:
         if name == "logit_bias":

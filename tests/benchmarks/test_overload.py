@@ -10,7 +10,7 @@ import pytest
 from benchmarks.overload import Figures, Load, Phase, condensed, measure, section
 from tests.tiny_models import build_llava_clip
 
-SHORT = Load(num_concurrent=8, num_running=2, shares=(0.5, 3.0), duration_s=0.6, num_rounds=1, num_tokens=30)
+SHORT = Load(num_concurrent=8, num_running=2, shares=(0.5, 3.0), duration_s=1.5, num_rounds=1, num_tokens=30)
 
 
 def phase(goodput: float, outcomes: dict[str, int], refused_s: tuple[float, ...] = ()) -> Phase:

@@ -79,7 +79,7 @@ def test_make_contract_compares_with_the_last_release() -> None:
         # Other categories let this pass: programs that set the field would no longer compile.
         pytest.param(
             DECODER,
-            "  // Priority; requests with a lower number run earlier. Default: 0.\n  int32 priority = 7;\n",
+            "  int32 priority = 7;\n",
             '  reserved 7;\n  reserved "priority";\n',
             'Previously present field "7" with name "priority" on message "GenerateParams" was deleted',
             id="a deleted field",

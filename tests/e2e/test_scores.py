@@ -58,7 +58,7 @@ def test_wrong_values_are_named(stack: LocalStack) -> None:
             ("yes", {}, "continuations"),
             ([], {}, "continuations"),
             ([5], {}, "token_ids"),
-            ([""], {}, "continuations"),
+            ([""], {}, "continuations[0]"),
             (["yes"], {"temperature": 0.5}, "temperature"),
             (["yes"], {"logprobs": -1}, "logprobs"),
         ):

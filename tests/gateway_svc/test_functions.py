@@ -338,12 +338,12 @@ async def test_arguments_that_are_no_json_are_told_as_such() -> None:
 
 @tool
 def find(colour: str) -> str:
-    """Counts."""
+    """Counts the shapes of one colour in the picture."""
     return "2" if colour == "red" else "1"
 
 
 class Colour(BaseModel):
-    """A colour."""
+    """The colour of one shape in the picture."""
 
     name: str
 

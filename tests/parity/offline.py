@@ -16,8 +16,8 @@ from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.kv_pool_size import sliding_group_size
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_pool_size import sliding_group_size
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs

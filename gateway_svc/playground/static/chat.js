@@ -33,7 +33,7 @@ async function conversation(turn) {
 }
 
 function showTurn(turn) {
-  turn.reasoning = make("p", { className: "answer-text" });
+  turn.reasoning = make("p", { className: "reasoning-text" });
   turn.thoughts = make("details", { hidden: true }, make("summary", {}, "Reasoning"), turn.reasoning);
   turn.text = make("p", { className: "answer-text" });
   turn.note = make("p", { className: "note", hidden: true });

@@ -14,7 +14,7 @@ from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.pending_step import PendingStep
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage, TokenLogprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,14 +27,41 @@ def test_texts_are_found_and_the_rest_is_the_template(texts: list[str]) -> None:
     assert whole.whole_pieces(rendered) == pieces
 
 
-@given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=8))
-def test_marked_values_compare_and_sort_as_texts_do(texts: list[str]) -> None:
-    marks = TextMarks(texts)
+NAMES = ("name", "type", "Title")
+SORTED = "{%% for name, text in %s %%}[{{ name }}: {{ text }}]{%% endfor %%}"
+
+
+@given(
+    st.lists(
+        st.text(alphabet="anTyz<e 0", min_size=1, max_size=6)
+        | st.sampled_from([*NAMES, "type1", "names", "tit", "<eos>"]),
+        unique_by=str.strip,
+        max_size=8,
+    )
+)
+@pytest.mark.parametrize("sorting", ["data|dictsort", "data.items()|sort(attribute=0)"])
+def test_names_sort_as_without_marks_also_among_names_that_have_none(sorting: str, texts: list[str]) -> None:
     texts = [text.strip() for text in texts if text.strip()]
-    marked = {text: marks.bordered(text) for text in texts}
-    assert len(set(marked.values())) == len(set(texts))
-    in_order = sorted(set(texts), key=lambda text: (text.lower(), text))
-    assert sorted(marked.values()) == [marked[text] for text in in_order]
+    marks = TextMarks(texts, NAMES)
+    template = jinja2.Environment().from_string(SORTED % sorting)
+    rendered = template.render(data={text if text in NAMES else marks.bordered(text): "x" for text in texts})
+    pieces = marks.bordered_pieces(rendered)
+    assert pieces is not None
+    found = "".join(piece.text for piece in pieces)
+    if len({text.lower() for text in texts}) == len(texts):
+        assert found == template.render(data=dict.fromkeys(texts, "x"))
+    assert [piece.text for piece in pieces if not piece.is_trusted] == sorted(
+        (text for text in texts if text not in NAMES), key=lambda text: (text.lower(), text)
+    )
+
+
+def test_a_mark_without_its_beginning_is_noticed() -> None:
+    marks = TextMarks(["typical"], ["type"])
+    assert marks.bordered("typical").startswith("type")
+    for text in (marks.bordered("typical")[1:], f"x{marks.whole('typical')[2:]}"):
+        assert marks.bordered_pieces(text) is None
+        with pytest.raises(InvalidParameterError, match="cuts"):
+            marks.whole_pieces(text)
 
 
 def test_values_in_json_are_found_as_json_writes_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from decoder_svc.scheduling.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from decoder_svc.scheduling.scheduler import Scheduler

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Callable
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.scheduling.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request, RequestId
 from decoder_svc.scheduling.row_range import RowRange

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.scheduling import block_hash, scheduler
-from decoder_svc.scheduling.block_hash import BlockHasher
-from decoder_svc.scheduling.block_pool import BlockPool
+from decoder_svc.scheduling import scheduler
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.scheduling.kv_group import KVGroup
+from decoder_svc.scheduling.kv_cache import block_hash
+from decoder_svc.scheduling.kv_cache.block_hash import BlockHasher
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.scheduling.kv_cache.kv_group import KVGroup
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import CacheScope, Request
 from decoder_svc.scheduling.scheduler import Scheduler

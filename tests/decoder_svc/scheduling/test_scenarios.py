@@ -12,7 +12,7 @@ import pytest
 
 from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request
 from decoder_svc.scheduling.scheduler_output import RowFetch

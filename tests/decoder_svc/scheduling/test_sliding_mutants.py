@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.kv_group import KVGroup
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_group import KVGroup
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler

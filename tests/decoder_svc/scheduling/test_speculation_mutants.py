@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.scheduling.block_pool import BlockPool
-from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.kv_group import KVGroup
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_group import KVGroup
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decoder_svc.scheduling.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.waiting_queue import WaitingQueue
 from tests.decoder_svc.scheduling.simulation import fill, request

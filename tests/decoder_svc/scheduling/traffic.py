@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from decoder_svc.scheduling.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import CacheScope, Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason

@@ -259,7 +259,7 @@ def test_axe_finds_no_violation(page: Playground) -> None:
     page.find("#tab-compare").click()
     page.drop(picture())
     page.compare()
-    page.find("summary").click()
+    page.find("section + details > summary").click()
     for tab in ("#tab-chat", "#tab-compare", "#key-button"):
         page.find(tab).click()
         for size in (DESKTOP, PHONE):
@@ -314,6 +314,36 @@ def test_an_answer_is_cancelled_in_the_middle_and_its_request_ends(browser: webd
         assert decoder.gone.wait(60)
         assert "word word" in page.texts("#turns .answer-text")[0]
         assert page.find("#ask").is_displayed()
+
+
+class ThinkingDecoder(FakeDecoder):
+    """A decoder whose answers begin with reasoning."""
+
+    def GenerateStream(
+        self, request: decoder_pb2.GenerateStreamRequest, context: Any
+    ) -> Iterator[decoder_pb2.GenerateStreamResponse]:
+        yield decoder_pb2.GenerateStreamResponse(started=decoder_pb2.StreamStarted(request_id="thinking"))
+        for index, (reasoning, text) in enumerate([(HTML, ""), ("", "two")]):
+            delta = decoder_pb2.StreamDelta(reasoning=reasoning, text=text, token_ids=[index], token_index=index)
+            yield decoder_pb2.GenerateStreamResponse(delta=delta)
+        finished = decoder_pb2.StreamFinished(
+            finish_reason=decoder_pb2.FINISH_REASON_STOP, usage=decoder_pb2.Usage(completion_tokens=2)
+        )
+        yield decoder_pb2.GenerateStreamResponse(finished=finished)
+
+
+def test_reasoning_stands_in_a_closed_box_above_the_answer(browser: webdriver.Chrome) -> None:
+    server = FakeServer()
+    server._decoder = ThinkingDecoder("", KnownImages(16), 1 << 20)
+    with server, ThreadedGateway(server.target, playground=True) as gateway:
+        page = Playground(browser, gateway.url)
+        page.open()
+        page.ask("How many?")
+        assert page.texts("#turns .answer-text") == ["two"]
+        assert not page.find("#turns .reasoning-text").is_displayed()
+        page.find("#turns summary").click()
+        assert page.texts("#turns .reasoning-text") == [HTML]
+        assert page.texts("#turns .reasoning-text *") == []
 
 
 def test_an_answer_is_text_and_the_model_hears_the_conversation(browser: webdriver.Chrome) -> None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from decoder_svc.scheduling.block_hash import BlockHasher
-from decoder_svc.scheduling.block_pool import BlockPool
-from decoder_svc.scheduling.kv_group import KVGroup, SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.block_hash import BlockHasher
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.kv_group import KVGroup, SlidingGroupSize
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler_output import SlidingTable
 

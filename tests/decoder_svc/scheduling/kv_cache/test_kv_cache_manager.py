@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from decoder_svc.scheduling.kv_cache_manager import NO_HIT, KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT, KVCacheManager
 from decoder_svc.scheduling.request import CacheScope
 from tests.decoder_svc.scheduling.simulation import fill, image, request
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoder_svc.scheduling.kv_cache_manager import NO_HIT, KVCacheManager
-from decoder_svc.scheduling.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT, KVCacheManager
+from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.request import Request
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import fill, request

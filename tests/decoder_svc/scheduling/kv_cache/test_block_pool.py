@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_svc.scheduling.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
 from decoder_svc.scheduling.request import BlockHash
 
 ONE, TWO = BlockHash(b"one"), BlockHash(b"two")

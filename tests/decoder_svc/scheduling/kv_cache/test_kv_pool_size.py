@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from decoder_svc.scheduling.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.kv_cache.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
 from lookonce.errors import ConfigurationError
 
 

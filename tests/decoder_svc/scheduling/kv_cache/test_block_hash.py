@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoder_svc.scheduling.block_hash import BlockHasher
+from decoder_svc.scheduling.kv_cache.block_hash import BlockHasher
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import CacheScope, Request
 from lookonce.families.base import Mask

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from lookonce.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import BlockHash, RequestId
 
