@@ -42,7 +42,7 @@ from decoder_svc.scheduling.scheduler_output import (
 )
 from decoder_svc.scheduling.speculation import Speculation
 from decoder_svc.scheduling.step_results import StepResults
-from decoder_svc.scheduling.tenant_turns import TenantTurns
+from decoder_svc.scheduling.tenant_turns import TenantTurns, request_to_yield
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
@@ -69,6 +69,8 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         self._turns = TenantTurns()
+        # The head of the queue for which a running request has given its place.
+        self._yielded_to: RequestId | None = None
         # In serving order.
         self._running: list[Request] = []
         self._waiting = WaitingQueue(kv_cache, clock)
@@ -123,6 +125,7 @@ class Scheduler:
         step = StepInProgress(self.limits.max_num_batched_tokens)
         self._row_demand.begin_step()
         self.kv_cache.begin_step()
+        self._share_places()
         self._schedule_running(step)
         if not step.has_preempted:
             self._schedule_waiting(step)
@@ -240,6 +243,18 @@ class Scheduler:
 
     # Assembling a step.
 
+    def _share_places(self) -> None:
+        """Frees a place for the head of the queue if its tenant has less than its share: once for each head."""
+        if len(self._running) < self.limits.max_num_seqs or not len(self._waiting):
+            return
+        (head,) = self._waiting.first(1)
+        if head.request_id == self._yielded_to:
+            return
+        yielding = request_to_yield(self._running, head, self.limits.max_num_seqs)
+        if yielding is not None:
+            self._yielded_to = head.request_id
+            self._preempt(yielding, turn=head.turn + 1)
+
     def _schedule_running(self, step: StepInProgress) -> None:
         index = 0
         while index < len(self._running):
@@ -290,8 +305,9 @@ class Scheduler:
             is_head_waiting |= num_tokens == 0 and self._waiting.is_head(request)
             # Keep the remaining budget: if requests behind took it, an uncuttable span might wait forever.
             is_full = is_full or step.lacks_budget or len(self._running) >= self.limits.max_num_seqs
-            # All known tokens must fit, not only this chunk; otherwise admission causes preemptions.
-            is_full = is_full or not self.kv_cache.can_admit(request, hit)
+            # All known tokens must fit, not only this chunk; otherwise admission causes preemptions. A request that has
+            # given its place in this step may have a token in flight, which must be known first.
+            is_full = is_full or request.num_unknown_tokens > 0 or not self.kv_cache.can_admit(request, hit)
             if num_tokens > 0 and may_start and not is_full:
                 self._admit(request, hit, step)
                 self._schedule_chunk(request, num_tokens, step)
@@ -366,11 +382,15 @@ class Scheduler:
         self._row_demand.renew(request)
         step.admitted.append(AdmittedRequest.of(request))
 
-    def _preempt(self, request: Request) -> None:
-        """Returns a running request to its place in the queue; all its tokens are computed again or found later."""
+    def _preempt(self, request: Request, turn: int | None = None) -> None:
+        """Returns a running request to its place in the queue; all its tokens are computed again or found later.
+
+        With `turn`, its place is the one of this turn.
+        """
         self._running.remove(request)
         self._free_blocks(request)
         self._row_demand.restart(request)
+        request.turn = request.turn if turn is None else turn
         request.state = RequestState.WAITING
         request.num_computed_tokens = 0
         request.num_shared_tokens = 0

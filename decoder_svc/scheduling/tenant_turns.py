@@ -8,6 +8,8 @@ of its own for each of the other's.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.request import Request
@@ -68,3 +70,18 @@ class TenantTurns:
             del self._levels[request.priority]
         else:
             level.forget_some()
+
+
+def request_to_yield(running: Sequence[Request], head: Request, num_places: int) -> Request | None:
+    """Returns the running request that should give its place to the head of the queue; None if none should.
+
+    All places are taken. The head's tenant has less than an equal share of them, and another one more; its latest
+    request yields, unless it has a higher priority.
+    """
+    places = Counter(request.tenant for request in running)
+    share = num_places // (len(places) + (head.tenant not in places))
+    if places[head.tenant] >= share:
+        return None
+    greedy = max(places, key=lambda tenant: places[tenant])
+    latest = max((one for one in running if one.tenant == greedy), key=lambda one: one.serving_order)
+    return latest if places[greedy] > max(share, 1) and latest.priority >= head.priority else None

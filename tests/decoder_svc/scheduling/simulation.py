@@ -58,6 +58,7 @@ def request(
     deadline_s: float | None = None,
     cache_scope: CacheScope = DEFAULT_SCOPE,
     mask: Mask = Mask.CAUSAL,
+    tenant: str = "",
 ) -> Request:
     """A request whose prompt is text but for its images; requests with the same `text` (default: name) share it."""
     first_id = 1000 * (1 + zlib.crc32((name if text is None else text).encode()))
@@ -73,6 +74,7 @@ def request(
         priority=priority,
         deadline_s=deadline_s,
         cache_scope=cache_scope,
+        tenant=tenant,
     )
 
 

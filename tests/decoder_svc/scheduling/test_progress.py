@@ -40,6 +40,7 @@ class Visit:
     num_pictures: int
     num_tokens_behind: int
     priority: int = 0
+    tenant: str = ""
     # Replaces the picture at this index, so that later tokens are not in the prefix cache.
     changed: int | None = None
 
@@ -90,6 +91,7 @@ class Workload:
             max_tokens=2,
             arrival_s=visit.arrival_s,
             priority=visit.priority,
+            tenant=visit.tenant,
         )
         if -(-(new.num_tokens + 2) // BLOCK_SIZE) <= self.num_blocks:
             target.add(masked(new, self.mask))
@@ -134,6 +136,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         num_pictures=st.integers(0, len(album)),
         num_tokens_behind=st.integers(1, 6),
         priority=st.sampled_from((0, 0, 0, 1)),
+        tenant=st.sampled_from("aab"),
         changed=st.none() | st.integers(0, len(album) - 1),
     )
     num_tokens = sum(picture.gap + picture.num_rows for picture in album) + 8

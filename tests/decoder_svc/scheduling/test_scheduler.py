@@ -142,6 +142,34 @@ def test_priority_goes_before_arrival() -> None:
     assert chunks(step(target)) == [("urgent", 0, 4)]
 
 
+def test_a_tenant_with_all_places_gives_one_to_another() -> None:
+    """Its latest request waits behind the other tenant's, and goes on where it was."""
+    target = scheduler(max_num_seqs=3, token_budget=100, num_blocks=200)
+    for index in range(5):
+        target.add(request(f"a{index}", 9, arrival_s=index, max_tokens=12, tenant="a"))
+    step(target)
+    step(target)
+    target.add(request("b0", 9, arrival_s=9, max_tokens=2, tenant="b"))
+    assert [name for name, _, _ in chunks(step(target))] == ["a0", "a1", "b0"]
+    assert target.num_preemptions == 1
+    target.add(request("b1", 9, arrival_s=10, max_tokens=2, tenant="b"))
+    served = [[name for name, _, _ in chunks(step(target))] for _ in range(4)]
+    assert served[0] == ["a0", "a1", "b0"]
+    assert "a2" in served[1] or "b1" in served[1]
+    while target.has_requests():
+        step(target)
+    assert target.num_preemptions <= 2
+
+
+def test_a_tenant_alone_is_not_interrupted() -> None:
+    target = scheduler(max_num_seqs=2, token_budget=100)
+    for index in range(6):
+        target.add(request(f"a{index}", 4, arrival_s=index, max_tokens=5, tenant="a"))
+    while target.has_requests():
+        step(target)
+    assert target.num_preemptions == 0
+
+
 def test_running_batch_is_bounded() -> None:
     target = scheduler(max_num_seqs=2, token_budget=100)
     for index in range(5):

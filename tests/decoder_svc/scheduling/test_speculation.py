@@ -44,7 +44,7 @@ def test_answers_are_the_models_under_any_traffic(seed: int, mask: Mask, window:
 def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     """Drafts that are right, wrong, and both in one chunk; answers that end inside; preemptions and hits."""
     right = wrong = hits = preemptions = ended_inside = 0
-    for seed in range(NUM_SEEDS):
+    for seed in range(2 * NUM_SEEDS):
         traffic = traffic_of(seed, mask, 5)
         speculation = traffic.target.speculation
         right += speculation.num_accepted

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.tenant_turns import TenantTurns
+from decoder_svc.scheduling.tenant_turns import TenantTurns, request_to_yield
 
 
 def request(tenant: str, number: int, *, num_tokens: int = 10, priority: int = 0) -> Request:
@@ -104,3 +104,35 @@ def test_tenants_that_went_are_forgotten(advances: bool) -> None:
         turns.serve(one)
         turns.remove(one)
         assert len(turns._levels[0].ends) <= (2000 if advances else 8192)
+
+
+def batch(*tenants: str) -> list[Request]:
+    turns = TenantTurns()
+    found = [request(tenant, number) for number, tenant in enumerate(tenants)]
+    for each in found:
+        turns.add(each)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("running", "head", "yields"),
+    [
+        ("aaaa", "b", "a3"),
+        ("aaab", "b", "a2"),
+        ("aabb", "b", None),
+        ("aabb", "a", None),
+        ("aaaa", "a", None),
+        ("aabb", "c", "a1"),
+        ("abcd", "e", None),
+        ("a", "b", None),
+    ],
+)
+def test_who_gives_a_place(running: str, head: str, yields: str | None) -> None:
+    found = request_to_yield(batch(*running), request(head, 99), len(running))
+    assert (None if found is None else found.request_id) == yields
+
+
+def test_a_request_of_higher_priority_keeps_its_place() -> None:
+    running = [request("a", number, priority=-1) for number in range(4)]
+    assert request_to_yield(running, request("b", 9), 4) is None
+    assert request_to_yield(running, request("b", 9, priority=-1), 4) is running[-1]

@@ -242,6 +242,7 @@ class Traffic:
             max_tokens=self.rng.randint(1, 20 if self._has_long_answers else 5),
             stop_token_ids=frozenset({self.rng.choice((0, 0, 8))}) if self._has_long_answers else frozenset(),
             priority=self.rng.choice((0, 0, 0, 1)),
+            tenant=self.rng.choice("aab"),
             arrival_s=len(self.requests),
             cache_scope=scope,
             mask=self._mask,
