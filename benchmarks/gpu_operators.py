@@ -249,8 +249,8 @@ def _mixed_steps(batch: int, lengths: MixedLengths, width: int) -> tuple[Schedul
 def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:
     """Counts the operators of sampling the second step of a batch."""
     from decoder_svc.runner.host_transfer import PinnedTransfer
-    from decoder_svc.runner.sampler import Sampler, SampleRow
-    from decoder_svc.runner.sampling_state import SamplingState
+    from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+    from decoder_svc.runner.sampling.sampling_state import SamplingState
 
     params = KINDS[kind]
     generator = torch.Generator().manual_seed(0)

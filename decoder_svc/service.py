@@ -160,7 +160,7 @@ class DecoderService:
             SERVICE_NAME,
             lambda server: add_DecoderServiceServicer_to_server(self.servicer, server),
             default_timeouts_s=self.default_timeouts_s,
-            long_methods=frozenset({"Generate", "Score"}),
+            long_methods=frozenset({"Generate", "Score", "Embed"}),
             max_running=self.engine.limits.max_running_requests,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from decoder_svc import wire_request, wire_response
-from decoder_svc.answer.choices import Choices, Prepared, generating_choices
+from decoder_svc.answer.choices import Choices, generating_choices
 from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions
 from decoder_svc.engine.engine import Engine
@@ -29,6 +29,7 @@ from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.tasks import Caller, Embedding, Generating, Scoring, Task
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
@@ -37,7 +38,7 @@ from lookonce.server.telemetry import current_request_id, replace_request_id
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
-GENERATE_METHODS = ("Generate", "GenerateStream", "Score")
+GENERATE_METHODS = ("Generate", "GenerateStream", "Score", "Embed")
 # GetModelInfo waits this long for the encoder's fingerprint, and then answers without it.
 _FINGERPRINT_TIMEOUT_S = 1.0
 
@@ -71,18 +72,8 @@ class ServedModel:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Scoring:
-    """The parts of a request for likelihoods, except for its prompt."""
-
-    # Texts or token ids.
-    continuations: Sequence[str | tuple[int, ...]]
-    # Alternatives to report for each token; None: no log probabilities but the token's own.
-    num_logprobs: int | None
-
-
 class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
-    """The eight calls of the DecoderService contract."""
+    """The nine calls of the DecoderService contract."""
 
     def __init__(
         self,
@@ -172,7 +163,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.ScoreRequest, context: Context
     ) -> decoder_service_pb2.ScoreResponse:
         """Returns the likelihood of each continuation."""
-        scoring = _Scoring(
+        scoring = Scoring(
             wire_request.parse_continuations(request), request.logprobs if request.HasField("logprobs") else None
         )
         submitting = self._submitted(request.params, context, scoring)
@@ -191,6 +182,30 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             response.usage.CopyFrom(wire_response.usage(answers.usage))
             response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
             return response
+
+    async def Embed(
+        self, request: decoder_service_pb2.EmbedRequest, context: Context
+    ) -> decoder_service_pb2.EmbedResponse:
+        """Returns the embedding of the prompt."""
+        task, keeps_length = Embedding(wire_request.parse_pooling(request)), request.keep_length
+        submitting = self._submitted(request.params, context, task)
+        del request
+        async with submitting as (ticket, answers):
+            await answers.admission()
+            values: tuple[float, ...] = ()
+            async for _, increment in answers.increments():
+                if increment.finish_reason is FinishReason.ABORT:
+                    raise AbortedError("the request was aborted")
+                values = next((one.embedding for one in increment.logprobs if one.embedding), values)
+            usage = wire_response.usage(answers.usage)
+            # The token with which the embedding came is nobody's.
+            usage.completion_tokens = 0
+            return decoder_service_pb2.EmbedResponse(
+                request_id=ticket.request_id,
+                embedding=wire_response.embedding(values, keeps_length=keeps_length),
+                usage=usage,
+                replica_load=wire_response.replica_load(self._engine.load()),
+            )
 
     async def Tokenize(
         self, request: decoder_service_pb2.TokenizeRequest, context: Context
@@ -273,11 +288,11 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
 
     @asynccontextmanager
     async def _submitted(
-        self, params: decoder_service_pb2.GenerateParams, context: Context, scoring: _Scoring | None = None
+        self, params: decoder_service_pb2.GenerateParams, context: Context, task: Task | None = None
     ) -> AsyncIterator[tuple[Ticket, Choices]]:
-        """Admits, prepares and submits a request. Leaving the block aborts it and frees its place.
+        """Admits, prepares and submits a request, for answers by default.
 
-        With `scoring`, each answer is one of its continuations.
+        Leaving the block aborts it and frees its place.
         """
         arrival_s = time.monotonic()
         own_s = context.time_remaining()
@@ -289,24 +304,19 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         replace_request_id(request_id)
         self._check_params(params, identity)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
-        num_choices = len(scoring.continuations) if scoring is not None else _num_choices(params).num_answers
+        num_choices = _num_choices(params).num_answers if task is None else task.num_answers
         arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
         with self._gate.admitted(arrival) as ticket:
-            sampling = wire_request.parse_sampling(params.sampling)
+            task = task or Generating(wire_request.parse_sampling(params.sampling), _num_choices(params))
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
             scope = wire_request.parse_cache_scope(params, tenant)
+            scope = replace(scope, bypass=scope.bypass or task.bypasses_prefix_cache)
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope, tenant.tag)
             # The prompt has copies of the images.
             del params
             ticket.held.enter_context(self._gate.images_in_progress(identity, num_inline_bytes(spec)))
-            charge_pixels = partial(self._gate.charge_pixels, identity)
-            prepared: Prepared
-            if scoring is None:
-                prepared = await self._preparer.prepare(spec, sampling, tenant, request_id, charge_pixels)
-            else:
-                prepared = await self._preparer.prepare_scoring(
-                    spec, scoring.continuations, scoring.num_logprobs, tenant, request_id, charge_pixels
-                )
+            caller = Caller(tenant, request_id, partial(self._gate.charge_pixels, identity))
+            prepared = await task.prepare(self._preparer, spec, caller)
             del spec
             if ticket.is_aborted:
                 raise AbortedError("the request was aborted before it began")

@@ -104,8 +104,8 @@ class DecoderSettings(ServiceSettings):
     default_timeout_s: float = Field(
         600.0,
         ge=0,
-        description="Deadline of a Generate, GenerateStream or Score call that sets none, seconds after its arrival. "
-        "A call's own deadline counts instead, however long. 0: no default; such a call may take any time.",
+        description="Deadline of a Generate, GenerateStream, Score or Embed call that sets none, seconds after its "
+        "arrival. A call's own deadline counts instead, however long. 0: no default; such a call may take any time.",
     )
     default_max_tokens: int = Field(
         256, ge=1, description="max_tokens of a request that does not set it, reduced to the room left in the context."

@@ -26,7 +26,7 @@ from decoder_svc.prompt.prompt_spec import (
 )
 from decoder_svc.prompt.sampling_check import MAX_CHOICES, MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
 from decoder_svc.scheduling.request import CacheScope
-from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, Pooling
 from decoder_svc.tools.tool import Tool, ToolCall, ToolChoice, ToolMode
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
@@ -46,6 +46,11 @@ _MODES = {
     decoder_service_pb2.TOOL_MODE_NONE: ToolMode.NONE,
     decoder_service_pb2.TOOL_MODE_REQUIRED: ToolMode.REQUIRED,
     decoder_service_pb2.TOOL_MODE_NAMED: ToolMode.NAMED,
+}
+_POOLINGS = {
+    decoder_service_pb2.POOLING_UNSPECIFIED: Pooling.LAST,
+    decoder_service_pb2.POOLING_LAST: Pooling.LAST,
+    decoder_service_pb2.POOLING_MEAN: Pooling.MEAN,
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
@@ -102,6 +107,16 @@ def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
         ToolChoice(mode, chat.tool_choice.name, chat.tool_choice.single_call),
         chat.template_arguments,
     )
+
+
+def parse_pooling(request: decoder_service_pb2.EmbedRequest) -> Pooling:
+    """Returns the tokens whose hidden states are used. Raises InvalidParameterError."""
+    if request.params.HasField("sampling"):
+        raise InvalidParameterError("params.sampling", "must be unset: nothing is sampled")
+    pooling = _POOLINGS.get(request.pooling)
+    if pooling is None:
+        raise InvalidParameterError("pooling", "must be last or mean")
+    return pooling
 
 
 def parse_continuations(request: decoder_service_pb2.ScoreRequest) -> list[str | tuple[int, ...]]:

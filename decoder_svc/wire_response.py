@@ -125,6 +125,12 @@ def add_to_score(score: decoder_service_pb2.Score, increment: TextIncrement, num
             score.logprobs.extend(token_logprobs([top]))
 
 
+def embedding(values: Sequence[float], *, keeps_length: bool) -> list[float]:
+    """Returns an embedding, divided by its length unless it keeps it. A zero stays as it is."""
+    length = math.sqrt(math.fsum(value * value for value in values))
+    return list(values) if keeps_length or length == 0 else [value / length for value in values]
+
+
 def placeholder_range(item: ImageItem) -> decoder_service_pb2.PlaceholderRange:
     """Returns the range of an image's tokens in the prompt, with the image's key."""
     key = common_pb2.ContentKey(

@@ -21,9 +21,19 @@ from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError
-from lookonce.generation import GenerateOptions, Generation, Message, Prompt, RequestOptions, Scoring, Usage
+from lookonce.generation import (
+    GenerateOptions,
+    Generation,
+    Message,
+    Pooling,
+    Prompt,
+    PromptEmbedding,
+    RequestOptions,
+    Scoring,
+    Usage,
+)
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.answers import generation_of, scoring_of
+from lookonce.sdk.answers import embedding_of, generation_of, scoring_of
 from lookonce.sdk.async_text_stream import AsyncTextStream
 from lookonce.sdk.calls import AsyncCalls, not_ready_error
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline, check_request_id, connection_options
@@ -215,6 +225,35 @@ class AsyncClient:
                         attempt = self._connection.placed("Score", affinity)
                         response = await self._calls.unary(attempt, request, deadline, metadata)
                         return scoring_of(response, len(continuations))
+                    except EmbeddingNotCachedError as error:
+                        await self._supply(prepared, error, deadline, turn)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageLike] = (),
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> PromptEmbedding:
+        """Returns the embedding of a prompt: the model's last hidden state of its last token, or the mean over all.
+
+        With `normalize` its length is 1.
+        """
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
+        with tracing.calling("client.embed"):
+            prepared = await _prepared(prompt, images, options, deadline)
+            affinity = prepared.affinity
+            metadata = with_affinity(self._options.metadata(options.get("request_id")), affinity)
+            await self._connection.open_replicas(deadline)
+            with self._connection.uploads.turn(self._options.caller) as turn:
+                while True:
+                    request = prepared.embed_request(pooling, normalize=normalize)
+                    try:
+                        attempt = self._connection.placed("Embed", affinity)
+                        return embedding_of(await self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         await self._supply(prepared, error, deadline, turn)
 

@@ -235,6 +235,20 @@ class Generation:
         return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
 
 
+Pooling: TypeAlias = Literal["last", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbedding:
+    """The answer of an `embed` call."""
+
+    # It has as many numbers as the language model's hidden size.
+    embedding: tuple[float, ...]
+    usage: Usage
+    # The request's id, for logs and AbortRequest.
+    request_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The likelihood of one continuation of a prompt."""

@@ -19,12 +19,13 @@ from decoder_svc.prompt.sampling_check import (
     SamplingLimits,
     SamplingSpec,
     check_sampling,
+    embedding_sampling,
     fit_to_context,
     fixed_sampling,
 )
 from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
 from decoder_svc.scheduling.prompt import Prompt
-from decoder_svc.scheduling.sampling_params import Constraint, SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, Pooling, SamplingParams
 from decoder_svc.tools.answer_reader import AnswerForm
 from lookonce.content_key import Tenant
 from lookonce.errors import InvalidParameterError, located_in_image
@@ -156,6 +157,21 @@ class RequestPreparer:
             params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
             requests.append(PreparedRequest(prompt, params, checked))
         return PreparedScoring(tuple(requests))
+
+    async def prepare_embedding(
+        self,
+        spec: PromptSpec,
+        pooling: Pooling,
+        tenant: Tenant,
+        request_id: str,
+        charge_pixels: Callable[[int], None] | None = None,
+    ) -> PreparedRequest:
+        """Returns the checked request for the embedding of a prompt. Raises what `prepare` raises."""
+        prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
+        checked = embedding_sampling(pooling)
+        return PreparedRequest(
+            prompt, fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens), checked
+        )
 
     async def _check_constraint(self, caller: CallerId, constraint: Constraint | None) -> None:
         if constraint is not None and not self._checker.is_served(constraint):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from decoder_svc.constraint.constraint_checker import field_of
 from decoder_svc.constraint.fixed_answer import fixed_tokens
-from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, SamplingParams
+from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind, Pooling, SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.model.sampling_ranges import SAMPLING_RANGES, shown
@@ -134,6 +134,11 @@ def fixed_sampling(token_ids: Sequence[int], num_logprobs: int | None, limits: S
         logprobs=max(number, 1),
     )
     return CheckedSampling(params, (), has_max_tokens=True)
+
+
+def embedding_sampling(pooling: Pooling) -> CheckedSampling:
+    """Returns the values for a request whose first token comes with the prompt's embedding."""
+    return CheckedSampling(SamplingParams(max_tokens=1, pooling=pooling), (), has_max_tokens=True)
 
 
 def check_num_choices(number: int | None, best_of: int | None) -> NumChoices:

@@ -12,6 +12,7 @@ import functools
 import logging
 import pathlib
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,14 @@ from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
+from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.runner.sampler import Sampler, TokenSampler
+from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
 from decoder_svc.runner.token_masks import begin_masks
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
+from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.families.base import Mask
 from lookonce.model.weight_bytes import weight_bytes
@@ -100,6 +103,7 @@ class ModelRunnerBase(ABC):
         self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
         self.language = LanguagePass(self.model, self.backend, family.num_levels, self._calc_mrope_positions)
+        self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.
         self.weight_bytes = weight_bytes(self.model)
         logger.info("the language model's weights take %.1f MiB on %s", self.weight_bytes / 2**20, self.device)
@@ -267,15 +271,22 @@ class ModelRunnerBase(ABC):
         flat = self._flattened(chunks)
         rows = [self.batch[request_id] for request_id in flat.sampled_ids]
         masks = begin_masks(rows)
-        decoded = self._replayed(flat, chunks)
+        # Graphs keep no hidden states.
+        keeps_hidden = wants_hidden_states(chunks, self.batch)
+        decoded = None if keeps_hidden else self._replayed(flat, chunks)
+        embeddings: dict[RequestId, Tensor] = {}
         if decoded is not None:
             logits, likeliest = decoded.logits, decoded.likeliest
         else:
             inputs = self._prepare_inputs(flat)
-            logits, likeliest = self._forward(inputs, self._embed(inputs, chunks)), None
+            embedded, likeliest = self._embed(inputs, chunks), None
+            with self.hidden_states.keeping() if keeps_hidden else nullcontext():
+                logits = self._forward(inputs, embedded)
+            if keeps_hidden:
+                embeddings = pooled(self.hidden_states.take(), chunks, self.batch)
         if rows:
             sample = self.sampler.launch(logits, sample_rows(rows, masks()), likeliest)
-            step.add(sample, flat.sampled_ids, rows)
+            step.add(sample, flat.sampled_ids, rows, embeddings)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from decoder_svc.runner.sampling_state import SamplingState
+from decoder_svc.runner.sampling.sampling_state import SamplingState
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
@@ -65,6 +66,8 @@ class RequestRow:
         self.draft_ids: tuple[int, ...] = ()
         # The last token's place among the sampled ids of the latest step; None if the host knows the token's id.
         self.unknown_place: int | None = None
+        # Sum of the hidden states of the prompt so far, float64; None: nothing is summed up.
+        self.hidden_sum: Tensor | None = None
         # Number of tokens that turned out to be other ones than the step behind them had read.
         self.num_corrections = 0
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)

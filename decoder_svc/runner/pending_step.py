@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import RequestRow
-from decoder_svc.runner.sampler import PendingSample, SampleRow
+from decoder_svc.runner.sampling.sampler import PendingSample, SampleRow
 from decoder_svc.runner.token_masks import RowMasks
 from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.scheduler_output import SampledToken
 
 
@@ -42,6 +43,8 @@ class _PendingTokens:
     index: int | None
     # The row's `num_corrections` at the launch: with another number, the token was taken back.
     num_corrections: int
+    # The embedding of the prompt, float32 [hidden_size]; None: it is not asked for.
+    embedding: Tensor | None = None
 
 
 class PendingStep:
@@ -58,12 +61,22 @@ class PendingStep:
         """The sampled ids of each forward pass, on the device."""
         return [sample.token_ids for sample, _ in self._passes]
 
-    def add(self, sample: PendingSample, request_ids: Sequence[RequestId], rows: Sequence[RequestRow]) -> None:
-        """Adds a forward pass with these requests: each of them expects a token from now on, except with drafts."""
+    def add(
+        self,
+        sample: PendingSample,
+        request_ids: Sequence[RequestId],
+        rows: Sequence[RequestRow],
+        embeddings: Mapping[RequestId, Tensor] | None = None,
+    ) -> None:
+        """Adds a forward pass with these requests: each of them expects a token from now on, except with drafts.
+
+        `embeddings` come with the tokens of their requests.
+        """
         pending = []
         for request_id, row in zip(request_ids, rows, strict=True):
             index = None if row.draft_ids else row.expect(self._num_sampled)
-            pending.append(_PendingTokens(request_id, row, index, row.num_corrections))
+            embedding = None if embeddings is None else embeddings.get(request_id)
+            pending.append(_PendingTokens(request_id, row, index, row.num_corrections, embedding))
             self._num_sampled += 1 + len(row.draft_ids)
             self.may_run_ahead &= index is not None
         self.may_run_ahead &= sample.may_run_ahead
@@ -95,5 +108,8 @@ def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[Sam
                 is_corrected = row.correct(each.index, token_ids[first])
             else:
                 row.learn(each.index, token_ids[first])
-            tokens.append(SampledToken(each.request_id, token_ids[first], logprobs[first], is_corrected))
+            described = logprobs[first]
+            if each.embedding is not None:
+                described = TokenLogprobs(() if described is None else described.top, tuple(each.embedding.tolist()))
+            tokens.append(SampledToken(each.request_id, token_ids[first], described, is_corrected))
     return tokens

@@ -32,10 +32,12 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities (natural logarithm) at one generated position."""
+    """Log probabilities (natural logarithm) at one generated position, and the prompt's embedding at the first one."""
 
     # (token id, log probability), the sampled token first.
     top: tuple[tuple[int, float], ...]
+    # The pooled hidden state of the prompt; empty unless asked for.
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

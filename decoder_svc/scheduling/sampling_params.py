@@ -23,6 +23,13 @@ class ConstraintKind(enum.Enum):
     FIXED_TOKENS = "fixed_tokens"
 
 
+class Pooling(enum.Enum):
+    """Tokens of a prompt whose hidden states make its embedding."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """The form that an answer must have."""
@@ -61,6 +68,8 @@ class SamplingParams:
     logprobs: int | None = None
     # None: any text.
     constraint: Constraint | None = None
+    # The hidden states that come with the first token; None: none.
+    pooling: Pooling | None = None
 
     @property
     def is_greedy(self) -> bool:

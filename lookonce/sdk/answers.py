@@ -9,7 +9,17 @@ from google.protobuf.duration_pb2 import Duration
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import InternalError
-from lookonce.generation import Choice, Delta, FinishReason, Generation, Score, Scoring, TokenLogprobs, Usage
+from lookonce.generation import (
+    Choice,
+    Delta,
+    FinishReason,
+    Generation,
+    PromptEmbedding,
+    Score,
+    Scoring,
+    TokenLogprobs,
+    Usage,
+)
 from lookonce.sdk.tools import GrowingCalls, calls_of, delta_of
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
@@ -143,6 +153,13 @@ def scoring_of(response: decoder_pb2.ScoreResponse, num_continuations: int) -> S
         for score in response.scores
     )
     return Scoring(scores, usage_of(response.usage), response.request_id)
+
+
+def embedding_of(response: decoder_pb2.EmbedResponse) -> PromptEmbedding:
+    """Returns the embedding of a response. Raises InternalError if it has none."""
+    if not response.embedding:
+        raise _error_of("the answer has no embedding", response.request_id)
+    return PromptEmbedding(tuple(response.embedding), usage_of(response.usage), response.request_id)
 
 
 def _error_of(message: str, request_id: str) -> InternalError:

@@ -12,7 +12,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
-from lookonce.generation import GenerateOptions, Message, Prompt, RequestOptions, Role, TextPrompt, TokenPrompt
+from lookonce.generation import GenerateOptions, Message, Pooling, Prompt, RequestOptions, Role, TextPrompt, TokenPrompt
 from lookonce.images import ImageLike, ImageRef, as_image, as_images
 from lookonce.sdk.routing.affinity import affinity_of
 from lookonce.sdk.tools import CHAT_OPTIONS, add_calls, add_chat_options, json_text
@@ -27,6 +27,10 @@ _ROLES: Mapping[Role, decoder_pb2.Role.ValueType] = {
     "user": decoder_pb2.ROLE_USER,
     "assistant": decoder_pb2.ROLE_ASSISTANT,
     "tool": decoder_pb2.ROLE_TOOL,
+}
+_POOLINGS: Mapping[str, decoder_pb2.Pooling.ValueType] = {
+    "last": decoder_pb2.POOLING_LAST,
+    "mean": decoder_pb2.POOLING_MEAN,
 }
 # A message, and its parts with hashed images.
 _Turn: TypeAlias = tuple[Message, list[str | ImageRef | Video]]
@@ -97,13 +101,9 @@ class PreparedPrompt:
 
         Raises InvalidParameterError for continuations that are neither texts nor token ids, and for sampling options.
         """
-        params = self.params()
-        if given := params.sampling.ListFields():
-            raise InvalidParameterError(given[0][0].name, "is not for `score`, which samples nothing")
-        params.ClearField("sampling")
         if isinstance(continuations, str):
             raise InvalidParameterError("continuations", "must be a list of texts or of token ids, not a str")
-        request = decoder_pb2.ScoreRequest(params=params)
+        request = decoder_pb2.ScoreRequest(params=self._without_sampling("score"))
         if num_logprobs is not None:
             assign(request, "logprobs", num_logprobs)
         for continuation in continuations:
@@ -114,6 +114,24 @@ class PreparedPrompt:
                 added.tokens.SetInParent()
                 fill(added.tokens, "token_ids", continuation)
         return request
+
+    def embed_request(self, pooling: Pooling, *, normalize: bool) -> decoder_pb2.EmbedRequest:
+        """Returns the request for the embedding, with the bytes of the images that are to be sent.
+
+        Raises InvalidParameterError for another pooling and for sampling options.
+        """
+        if pooling not in _POOLINGS:
+            raise InvalidParameterError("pooling", f"must be one of {', '.join(_POOLINGS)}, not {pooling!r}")
+        return decoder_pb2.EmbedRequest(
+            params=self._without_sampling("embed"), pooling=_POOLINGS[pooling], keep_length=not normalize
+        )
+
+    def _without_sampling(self, name: str) -> decoder_pb2.GenerateParams:
+        params = self.params()
+        if given := params.sampling.ListFields():
+            raise InvalidParameterError(given[0][0].name, f"is not for `{name}`, which samples nothing")
+        params.ClearField("sampling")
+        return params
 
     def tokenize_request(self) -> decoder_pb2.TokenizeRequest:
         """Returns the request for the prompt's tokens, with the bytes of the images that are to be sent."""

@@ -89,6 +89,9 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
     def Score(self, request: decoder_pb2.ScoreRequest, context: Any) -> decoder_pb2.ScoreResponse:
         abort(context, not_offered())
 
+    def Embed(self, request: decoder_pb2.EmbedRequest, context: Any) -> decoder_pb2.EmbedResponse:
+        abort(context, not_offered())
+
     def Tokenize(self, request: decoder_pb2.TokenizeRequest, context: Any) -> decoder_pb2.TokenizeResponse:
         abort(context, not_offered())
 

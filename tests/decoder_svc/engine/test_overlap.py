@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoder_svc.runner import sampling_batch
 from decoder_svc.runner.cuda.runner import GPUModelRunner
-from decoder_svc.runner.sampler import Sampler
+from decoder_svc.runner.sampling import sampling_batch
+from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.sampling_params import SamplingParams

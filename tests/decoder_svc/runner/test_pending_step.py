@@ -6,7 +6,7 @@ import torch
 
 from decoder_svc.runner.input_batch import RequestRow
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
-from decoder_svc.runner.sampler import PendingSample, SampledRows
+from decoder_svc.runner.sampling.sampler import PendingSample, SampledRows
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest

@@ -118,6 +118,9 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         usage.time_to_first_token.FromMilliseconds(250)
         return [*words, f"+{len(digests)}"], usage
 
+    async def Embed(self, request: decoder_pb2.EmbedRequest, context: Any) -> decoder_pb2.EmbedResponse:
+        raise NotImplementedError
+
     async def Score(self, request: decoder_pb2.ScoreRequest, context: Any) -> decoder_pb2.ScoreResponse:
         raise NotImplementedError
 

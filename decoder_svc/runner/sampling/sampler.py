@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.sampling_batch import DrawGroup, SamplingBatch, stage_batch
-from decoder_svc.runner.sampling_state import IntArray, SamplingState, TokenCounts
+from decoder_svc.runner.sampling.sampling_batch import DrawGroup, SamplingBatch, stage_batch
+from decoder_svc.runner.sampling.sampling_state import IntArray, SamplingState, TokenCounts
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder_svc.runner import sampler
-from decoder_svc.runner.sampler import Sampler, SampleRow
-from decoder_svc.runner.sampling_batch import DrawGroup, SamplingBatch
-from decoder_svc.runner.sampling_state import TokenCounts, UniformDraws
-from tests.decoder_svc.runner import test_sampler
+from decoder_svc.runner.sampling import sampler
+from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+from decoder_svc.runner.sampling.sampling_batch import DrawGroup, SamplingBatch
+from decoder_svc.runner.sampling.sampling_state import TokenCounts, UniformDraws
+from tests.decoder_svc.runner.sampling import test_sampler
 from tests.decoder_svc.scheduling.mutation import Mutations, Patch
 
 mutation = Mutations()
@@ -97,7 +97,7 @@ def a_draw_beyond_the_sorted_tokens_takes_the_last_of_them(patch: Patch) -> None
     def change(logits: Tensor, uniform: Tensor, group: DrawGroup) -> tuple[Tensor, Tensor, DrawGroup]:
         return logits, uniform, replace(group, is_open=torch.zeros_like(group.is_open), has_open_rows=False)
 
-    patch.setattr("decoder_svc.runner.sampling_batch.SORTED_TOKENS", 2)
+    patch.setattr("decoder_svc.runner.sampling.sampling_batch.SORTED_TOKENS", 2)
     change_draw(patch, change)
 
 

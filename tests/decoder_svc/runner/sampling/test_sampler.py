@@ -14,16 +14,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decoder_svc.runner import sampler, sampling_batch
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
-from decoder_svc.runner.sampler import Sampler, SampleRow
-from decoder_svc.runner.sampling_state import SamplingState, TokenCounts, UniformDraws
+from decoder_svc.runner.sampling import sampler, sampling_batch
+from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+from decoder_svc.runner.sampling.sampling_state import SamplingState, TokenCounts, UniformDraws
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.model.kernels.native_level import processor_levels
 from lookonce.model.kernels.native_library import library_of_level
-from tests.decoder_svc.runner import sampling_reference
+from tests.decoder_svc.runner.sampling import sampling_reference
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 
