@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from docs.marked_page import replace_between
 from gateway_svc.apis.chat import CHAT_FIELDS
 from gateway_svc.apis.completions import COMPLETION_FIELDS
-from gateway_svc.apis.fields import EXTENSIONS, Field
+from gateway_svc.apis.embeddings import EMBEDDING_FIELDS
 from gateway_svc.apis.messages import MESSAGE_FIELDS
+from gateway_svc.apis.parsing.fields import EXTENSIONS, Field
 from gateway_svc.apis.responses import RESPONSE_FIELDS
 
 PAGE = pathlib.Path(__file__).parent / "gateway.md"
@@ -26,6 +27,7 @@ def fields_text() -> str:
         "`/v1/responses`": _without_extensions(RESPONSE_FIELDS),
         "`/v1/completions`": _without_extensions(COMPLETION_FIELDS),
         "Extensions of these three": EXTENSIONS,
+        "`/v1/embeddings`": EMBEDDING_FIELDS,
         "`/v1/messages`": MESSAGE_FIELDS,
     }
     return "\n\n".join(f"### {title}\n\n{_table(fields)}" for title, fields in tables.items())

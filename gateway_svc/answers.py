@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from lookonce import AsyncClient
 from lookonce.generation import Delta, GenerateOptions, Generation, Prompt, TokenLogprobs, Usage
+
+ResultT = TypeVar("ResultT")
 
 _SEEDS = 1 << 64
 # Leaves room for the number of the answer in the 128 characters of a request id.
@@ -75,11 +77,15 @@ Event: TypeAlias = "Piece | End"
 
 async def whole_answers(client: AsyncClient, ask: Ask, request_id: str, timeout_s: float) -> list[Generation]:
     """Returns all answers. If one fails, the others end and its error is raised."""
-    indexes = range(ask.num_answers)
-    tasks = [
-        asyncio.ensure_future(client.generate(ask.prompt_of(index), **ask.options_of(index, request_id, timeout_s)))
-        for index in indexes
-    ]
+    return await gathered(
+        client.generate(ask.prompt_of(index), **ask.options_of(index, request_id, timeout_s))
+        for index in range(ask.num_answers)
+    )
+
+
+async def gathered(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Returns the results of calls that run side by side. If one fails, the others end and its error is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from gateway_svc.access import Access, AccessMetrics
 from gateway_svc.apis.chat import ChatRequest
 from gateway_svc.apis.completions import CompletionRequest
+from gateway_svc.apis.embeddings import EmbeddingRequest
 from gateway_svc.apis.messages import MessagesRequest
 from gateway_svc.apis.responses import ResponseRequest
 from gateway_svc.backend import Backend
@@ -32,6 +33,7 @@ _ANTHROPIC_PATH = "/v1/messages"
 _GENERATING: Mapping[str, Any] = {
     "/v1/chat/completions": ChatRequest.parse,
     "/v1/completions": CompletionRequest.parse,
+    "/v1/embeddings": EmbeddingRequest.parse,
     "/v1/responses": ResponseRequest.parse,
     _ANTHROPIC_PATH: MessagesRequest.parse,
 }

@@ -229,8 +229,8 @@ async def _dumped(answer: Mapping[str, Any]) -> bytes:
     def work() -> bytes:
         return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
-    has_logprobs = any(choice.get("logprobs") for choice in answer.get("choices", ()))
-    return await run_in_thread(readers(), work) if has_logprobs else work()
+    is_long = "data" in answer or any(choice.get("logprobs") for choice in answer.get("choices", ()))
+    return await run_in_thread(readers(), work) if is_long else work()
 
 
 async def _next(events: AsyncGenerator[bytes]) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway_svc.answers import Ask
-from gateway_svc.apis.content import RemoteImage
+from gateway_svc.apis.parsing.content import RemoteImage
 from lookonce import AsyncClient
 from lookonce.decoder_info import ModelInfo
 from lookonce.errors import LookonceError

@@ -10,10 +10,10 @@ from typing import Any
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
 from gateway_svc.apis.chat_messages import MESSAGES_NOTE, chat_turns
-from gateway_svc.apis.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
-from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import chat_logprobs
-from gateway_svc.apis.model_options import (
+from gateway_svc.apis.parsing.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
+from gateway_svc.apis.parsing.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.apis.parsing.model_options import (
     EFFORT_NOTE,
     TEMPLATE_ARGUMENTS,
     TEMPLATE_FIELD,
@@ -21,8 +21,8 @@ from gateway_svc.apis.model_options import (
     reasoning_of_effort,
     template_arguments,
 )
-from gateway_svc.apis.sampling import SAMPLING, num_answers, sampling_options
-from gateway_svc.apis.tools import PARALLEL_NOTE, TOOLS_NOTE, chat_tools
+from gateway_svc.apis.parsing.sampling import SAMPLING, num_answers, sampling_options
+from gateway_svc.apis.parsing.tools import PARALLEL_NOTE, TOOLS_NOTE, chat_tools
 from gateway_svc.apis.usage import StreamedUsage, UsageOptions, chat_usage
 from gateway_svc.errors import body_of, renamed
 from lookonce.decoder_info import ModelInfo

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.apis.content import ROLES, Content, Part, Turn, content_of, image_part, role_of
-from gateway_svc.apis.fields import Fields
+from gateway_svc.apis.parsing.content import ROLES, Content, Part, Turn, content_of, image_part, role_of
+from gateway_svc.apis.parsing.fields import Fields
 from lookonce.generation import Role, ToolCall
 
 MESSAGES_NOTE = (

@@ -8,11 +8,11 @@ from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.content import MAX_CHARACTERS, RemoteImage
 from gateway_svc.apis.echo import ToldPrompt, told_prompt
-from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import completion_logprobs
-from gateway_svc.apis.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
+from gateway_svc.apis.parsing.content import MAX_CHARACTERS, RemoteImage
+from gateway_svc.apis.parsing.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.apis.parsing.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
 from gateway_svc.apis.usage import StreamedUsage, UsageOptions, chat_usage
 from gateway_svc.errors import body_of, renamed
 from lookonce.decoder_info import ModelInfo

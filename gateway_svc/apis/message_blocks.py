@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gateway_svc.apis.content import Content, Part, Turn, content_of, image_part, role_of
-from gateway_svc.apis.fields import Fields
+from gateway_svc.apis.parsing.content import Content, Part, Turn, content_of, image_part, role_of
+from gateway_svc.apis.parsing.fields import Fields
 from lookonce.generation import Role, ToolCall
 
 BLOCKS_NOTE = (

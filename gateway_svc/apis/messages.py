@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
-from gateway_svc.apis.fields import HONOURED, Field, Fields
 from gateway_svc.apis.message_blocks import BLOCKS_NOTE, message_turns
 from gateway_svc.apis.message_output import MessageOutput, blocks_of
-from gateway_svc.apis.model_options import ModelOptions, Reasoning
-from gateway_svc.apis.tools import TOOLS_NOTE, message_tools
+from gateway_svc.apis.parsing.content import RemoteImage, Turn, check_size, places_of, remote_images, with_images
+from gateway_svc.apis.parsing.fields import HONOURED, Field, Fields
+from gateway_svc.apis.parsing.model_options import ModelOptions, Reasoning
+from gateway_svc.apis.parsing.tools import TOOLS_NOTE, message_tools
 from gateway_svc.apis.usage import image_usage
 from gateway_svc.errors import anthropic_body_of, renamed
 from lookonce.decoder_info import ModelInfo

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.answers import Ask, Event
-from gateway_svc.apis.fields import Fields
+from gateway_svc.apis.parsing.fields import Fields
 from lookonce.generation import Usage
 
 _NONE = Usage(0, 0, 0, 0, 0, 0, 0, queue_time_s=0.0, time_to_first_token_s=0.0)
@@ -86,6 +86,12 @@ def chat_usage(usages: Sequence[Usage], num_each: int) -> dict[str, Any]:
         },
         "lookonce": image_usage(usages),
     }
+
+
+def embedding_usage(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Returns the usage of all inputs of a request for embeddings."""
+    usage = chat_usage(usages, 1)
+    return {name: value for name, value in usage.items() if not name.startswith("completion_tokens")}
 
 
 def responses_usage(usage: Usage) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gateway_svc.apis.chat import ChatRequest
-from gateway_svc.apis.content import Turn
 from gateway_svc.apis.messages import MessagesRequest
+from gateway_svc.apis.parsing.content import Turn
 from gateway_svc.apis.responses import ResponseRequest
 from lookonce.errors import InvalidParameterError
 from lookonce.generation import Tool, ToolCall

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gateway_svc.apis.content import Turn
-from gateway_svc.apis.fields import Field, Fields
+from gateway_svc.apis.parsing.content import Turn
+from gateway_svc.apis.parsing.fields import Field, Fields
 from lookonce.decoder_info import ModelInfo
 from lookonce.errors import InvalidParameterError, UnsupportedError
 from lookonce.generation import GenerateOptions

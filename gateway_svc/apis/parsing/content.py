@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from gateway_svc.apis.fields import Fields
+from gateway_svc.apis.parsing.fields import Fields
 from lookonce.errors import ImageCountError, InvalidParameterError
 from lookonce.generation import Message, Role, Tool, ToolCall
 from lookonce.images import ImageRef, as_image

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from gateway_svc.apis.fields import HONOURED, Field, Fields
+from gateway_svc.apis.parsing.fields import HONOURED, Field, Fields
 from lookonce.generation import GenerateOptions
 
 MAX_ANSWERS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway_svc.apis.fields import HONOURED, Field, Fields
+from gateway_svc.apis.parsing.fields import HONOURED, Field, Fields
 from lookonce.generation import GenerateOptions, Tool
 from lookonce.sdk.tools import json_text
 

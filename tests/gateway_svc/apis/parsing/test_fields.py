@@ -20,17 +20,15 @@ from gateway_svc.apis import (
     completions,
     message_blocks,
     messages,
-    model_options,
     response_items,
     responses,
-    sampling,
-    tools,
     usage,
 )
 from gateway_svc.apis.chat import CHAT_FIELDS, ChatRequest
 from gateway_svc.apis.completions import COMPLETION_FIELDS, CompletionRequest
-from gateway_svc.apis.fields import EXTENSIONS, Field
 from gateway_svc.apis.messages import MESSAGE_FIELDS, MessagesRequest
+from gateway_svc.apis.parsing import model_options, sampling, tools
+from gateway_svc.apis.parsing.fields import EXTENSIONS, Field
 from gateway_svc.apis.responses import RESPONSE_FIELDS, ResponseRequest
 from lookonce.errors import InvalidParameterError
 from lookonce.generation import GenerateOptions

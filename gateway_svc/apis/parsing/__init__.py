@@ -1,0 +1,1 @@
+"""Fields that several interfaces share: their rules, contents of messages, sampling options and functions."""
