@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
+from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import load_text_half
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -67,8 +69,15 @@ class StepCell:
 class RunnerSteps:
     """Two runners of one model."""
 
-    def __init__(self, folder: pathlib.Path, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
-        """`max_tokens` bounds a sequence's context and what is decoded."""
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        dtype: torch.dtype,
+        max_batch: int,
+        max_tokens: int,
+        adapters: Sequence[AdapterFolder] = (),
+    ) -> None:
+        """`max_tokens` bounds a sequence's context and what is decoded. Our runner has the adapters."""
         self._dtype = dtype
         family = load_family(ModelFolder.open(folder), load_pretrained(folder))
         config = RunnerConfig(folder, dtype, _BLOCK_SIZE, None)
@@ -79,7 +88,7 @@ class RunnerSteps:
             # A step reads one row of the embedding table per token, unless the table is the head as well.
             if "embed_tokens" not in name or modules.model.config.get_text_config().tie_word_embeddings
         )
-        self.ours = CPUModelRunner(config, family)
+        self.ours = CPUModelRunner(dataclasses.replace(config, adapters=tuple(adapters) or None), family)
         self._runners = {"modules": modules, "ours": self.ours}
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
         num_blocks = max_batch * self._blocks_each
@@ -116,8 +125,12 @@ class RunnerSteps:
         context: int,
         num_steps: int,
         sampling: SamplingParams = _GREEDY,
+        adapters: Sequence[str | None] = (None,),
     ) -> list[float]:
-        """Returns the seconds of each step after the first. All requests sample alike, each with a seed of its own."""
+        """Returns the seconds of each step after the first. All requests sample alike, each with a seed of its own.
+
+        Requests have these adapters in turn.
+        """
         names = [RequestId(f"r{index}") for index in range(batch)]
         admitted = tuple(
             AdmittedRequest(
@@ -128,6 +141,7 @@ class RunnerSteps:
                 None,
                 (),
                 dataclasses.replace(sampling, max_tokens=num_steps + 2, seed=None if sampling.is_greedy else index),
+                adapter=adapters[index % len(adapters)],
             )
             for index, name in enumerate(names)
         )

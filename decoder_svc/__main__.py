@@ -8,6 +8,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce import tracing
 from lookonce.errors import ConfigurationError
 from lookonce.local.serve_extra import require_serve_packages
+from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import set_openmp_spin_count
 from lookonce.model.lean_transformers import import_lean_transformers
 from lookonce.model.model_folder import ModelFolder
@@ -39,6 +40,7 @@ async def serve(arguments: list[str]) -> None:
     quotas = load_quotas(settings, telemetry.registry)
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
+    open_adapters(settings.adapters)
     check_device(settings.device)
     serving.check_files(settings)
     check_addresses(settings)
@@ -57,6 +59,7 @@ async def serve(arguments: list[str]) -> None:
             settings,
             telemetry,
             [service.entry()],
+            admin_services=[service.admin_entry()],
             quotas=quotas,
             is_ready=service.is_ready,
             has_died=lambda: service.engine.has_died,

@@ -38,6 +38,7 @@ from lookonce.devices.base import DevicePlatform
 from lookonce.devices.registry import chosen_platform
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
+from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.store.embedding_store import EmbeddingStore
 
@@ -183,6 +184,7 @@ def _loaded(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         use_graphs=settings.graphs,
+        adapters=open_adapters(settings.adapters) if settings.adapters or settings.adapters_folder else None,
     )
     runner = runner_class(device.platform)(config, family)
     limits = _limits(settings, device, runner, family)

@@ -48,6 +48,8 @@ class Arrival:
     remaining_s: float | None = None
     # The number of answers, each of which takes a place.
     num_choices: int = 1
+    # The field of the request that says so.
+    choices_field: str = "sampling.n"
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +145,8 @@ class RequestGate:
         )
         try:
             # Each answer counts as a call.
-            with self._quotas.more_in_flight(arrival.identity, arrival.num_choices - 1), ticket.held:
+            others = self._quotas.more_in_flight(arrival.identity, arrival.num_choices - 1, arrival.choices_field)
+            with others, ticket.held:
                 yield ticket
         finally:
             del self._tickets[key]
@@ -197,7 +200,7 @@ class RequestGate:
                 before[ticket.identity.tenant] = before.get(ticket.identity.tenant, 0) + num_choices
         load = self._load()
         num_own = before.get(tenant, 0)
-        # Tenants take turns, but requests that run are not interrupted.
+        # Tenants take turns.
         in_turn = num_own + sum(min(number, num_own + 1) for other, number in before.items() if other != tenant)
         num_ahead = max(in_turn, min(load.running_requests, sum(before.values())))
         return self._answer_time.expected_s(num_live, num_ahead, load, max_tokens)

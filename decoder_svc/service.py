@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from decoder_svc.admin_servicer import ADMIN_SERVICE_NAME, DecoderAdminServicer
 from decoder_svc.assembly import DeviceChoice, build_engine, choose_device
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.constraint.folder_vocabulary import tokenizer_vocabulary
@@ -34,10 +35,14 @@ from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.encoder_info import ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.rows.own_fingerprints import OwnFingerprints
+from decoder_svc.served_adapters import ServedAdapters
 from decoder_svc.servicer import GENERATE_METHODS, SERVICE_NAME, DecoderServicer, ServedModel
 from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
-from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
+from lookonce.decoder.v1.decoder_service_pb2_grpc import (
+    add_DecoderAdminServiceServicer_to_server,
+    add_DecoderServiceServicer_to_server,
+)
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import FingerprintMismatchError, LookonceError
 from lookonce.logs import get_logger
@@ -139,6 +144,7 @@ class DecoderService:
 
     engine: Engine
     servicer: DecoderServicer
+    adapters: ServedAdapters
     # None when this decoder uses no shared cache.
     store: EmbeddingStore | None
     # None when this decoder answers text only.
@@ -162,6 +168,13 @@ class DecoderService:
             default_timeouts_s=self.default_timeouts_s,
             long_methods=frozenset({"Generate", "Score", "Embed"}),
             max_running=self.engine.limits.max_running_requests,
+        )
+
+    def admin_entry(self) -> ServiceEntry:
+        """Returns the entry of the operators' service, for their own address."""
+        servicer = DecoderAdminServicer(self.adapters)
+        return ServiceEntry(
+            ADMIN_SERVICE_NAME, lambda server: add_DecoderAdminServiceServicer_to_server(servicer, server)
         )
 
 
@@ -217,10 +230,12 @@ async def open_service(
         metrics = DecoderMetrics(registry)
         report_kernels(registry, engine.facts.kernel_choices)
         metrics.watch(engine.load, engine.counters, engine.facts)
+        model = _served_model(settings, text)
+        adapters = ServedAdapters(engine, model.name, settings.adapters_folder)
         threads = PreparationThreads()
         stack.callback(threads.close)
         servicer = DecoderServicer(
-            model=_served_model(settings, text),
+            model=model,
             engine=engine,
             preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, checker, heard_removal),
             tokenizer=text.tokenizer,
@@ -236,6 +251,7 @@ async def open_service(
                 max_live_requests=settings.max_num_seqs + settings.max_waiting_requests,
             ),
             threads=threads,
+            adapters=adapters,
             default_timeout_s=settings.default_timeout_s or None,
         )
         search = None
@@ -243,7 +259,9 @@ async def open_service(
             search = EncoderSearch(encoder)
             stack.callback(asyncio.create_task(search.run()).cancel)
         timed = GENERATE_METHODS if settings.default_timeout_s else ()
-        yield DecoderService(engine, servicer, store, search, dict.fromkeys(timed, settings.default_timeout_s))
+        yield DecoderService(
+            engine, servicer, adapters, store, search, dict.fromkeys(timed, settings.default_timeout_s)
+        )
 
 
 def build_preparer(

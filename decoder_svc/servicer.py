@@ -29,10 +29,11 @@ from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.served_adapters import ServedAdapters
 from decoder_svc.tasks import Caller, Embedding, Generating, Scoring, Task
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
-from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
+from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError
 from lookonce.identity import CallerRole, Identity, current_identity
 from lookonce.server.telemetry import current_request_id, replace_request_id
 from lookonce.tenants import Tenants
@@ -85,6 +86,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         tenants: Tenants,
         gate: RequestGate,
         threads: PreparationThreads,
+        adapters: ServedAdapters,
         default_timeout_s: float | None = None,
     ) -> None:
         """`encoder` None: text only. Detokenize runs in `threads`.
@@ -93,6 +95,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         time.
         """
         self._model = model
+        self._adapters = adapters
         self._engine = engine
         self._preparer = preparer
         self._tokenizer = tokenizer
@@ -264,6 +267,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             image_placeholder=model.image_placeholder,
             max_video_frames=model.max_video_frames,
             rows_depend_on_image_count=model.rows_depend_on_image_count,
+            adapters=self._adapters.names,
             tool_format=model.tool_format,
             template_arguments=model.template_arguments,
         )
@@ -305,12 +309,17 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._check_params(params, identity)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         num_choices = _num_choices(params).num_answers if task is None else task.num_answers
-        arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices)
+        choices_field = "sampling.n" if task is None else "continuations"
+        arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s, num_choices, choices_field)
         with self._gate.admitted(arrival) as ticket:
             task = task or Generating(wire_request.parse_sampling(params.sampling), _num_choices(params))
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
             scope = wire_request.parse_cache_scope(params, tenant)
-            scope = replace(scope, bypass=scope.bypass or task.bypasses_prefix_cache)
+            scope = replace(
+                scope,
+                adapter=ticket.held.enter_context(self._adapters.used(params.adapter)),
+                bypass=scope.bypass or task.bypasses_prefix_cache,
+            )
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope, tenant.tag)
             # The prompt has copies of the images.
             del params
@@ -341,8 +350,6 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             raise InvalidParameterError("priority", "must be at least 0 with a client's token")
         if params.model not in ("", self._model.name):
             raise InvalidParameterError("model", f"this server serves {self._model.name}; leave the field empty")
-        if params.adapter:
-            raise UnsupportedError("adapter: LoRA adapters are not offered by this server")
 
     async def _fingerprint(self) -> str:
         if self._encoder is None:

@@ -31,6 +31,18 @@ class DecoderSettings(ServiceSettings):
         "it changes.",
     )
 
+    adapters: str = Field(
+        "",
+        description="LoRA adapters of the language model that requests may name, as NAME=FOLDER, separated by commas. "
+        "The folders are those that PEFT saves.",
+    )
+
+    adapters_folder: pathlib.Path | None = Field(
+        None,
+        description="Folder whose subfolders operators may load as LoRA adapters while the decoder runs, by the call "
+        "LoadAdapter on admin_listen.",
+    )
+
     block_size: int | None = Field(
         None, ge=1, le=1024, description="Tokens per KV block. Default: the device's; 16 on CPUs and CUDA devices."
     )

@@ -67,10 +67,10 @@ class Backend:
         except ConfigurationError:
             raise UnauthenticatedError("the key must be printable ASCII without spaces") from None
 
-    async def model_info(self, client: AsyncClient) -> ModelInfo:
-        """Returns the decoder's model, as it was at most ten seconds ago."""
+    async def model_info(self, client: AsyncClient, *, fresh: bool = False) -> ModelInfo:
+        """Returns the decoder's model, as it is now, or as it was at most ten seconds ago."""
         now_s = time.monotonic()
-        if self._info is None or now_s - self._info_s > _MODEL_AGE_S:
+        if fresh or self._info is None or now_s - self._info_s > _MODEL_AGE_S:
             info = await client.model_info(fresh=True)
             if self._info is None or info.model != self._info.model or info.vocab_size != self._info.vocab_size:
                 self._token_texts = {}
@@ -78,11 +78,14 @@ class Backend:
         return self._info
 
     async def check_model(self, client: AsyncClient, name: str) -> ModelInfo:
-        """Returns the decoder's model. Raises UnknownModelError if it has another name."""
+        """Returns the decoder's model. Raises UnknownModelError if the name is neither its nor an adapter's."""
         info = await self.model_info(client)
-        if name != info.model:
-            # The name is for callers with a key that the decoder accepts.
+        if name != info.model and name not in info.adapters:
+            # The names are for callers with a key that the decoder accepts.
             await client.load()
+            # Adapters come and go.
+            info = await self.model_info(client, fresh=True)
+        if name != info.model and name not in info.adapters:
             raise UnknownModelError(
                 f"the model {name[:100]!r} is not served here; this is {info.model!r}", metadata={"field": "model"}
             )

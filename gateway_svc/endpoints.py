@@ -9,6 +9,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -79,36 +80,44 @@ class Endpoints:
                 await client.load()
             context = Context(
                 client=client,
-                model=info.model,
+                model=api.model,
                 request_id=request.state.request_id,
                 timeout_s=self._settings.request_timeout_s,
                 token_texts=functools.partial(self._backend.token_texts, client),
                 created=now(),
+                take_memory=share.take,
             )
             asking = api.ask(self._fetcher(share, key), info)
             ask = await while_connected(request.receive, self._interruptions, asking)
+            if api.model != info.model:
+                ask = replace(ask, options={**ask.options, "adapter": api.model})
             try:
                 if not api.streams:
                     whole = api.whole(ask, context)
                     answer = await while_connected(request.receive, self._interruptions, whole)
-                    return Response(await _dumped(answer), media_type="application/json")
+                    text = answer if isinstance(answer, bytes) else await _dumped(answer)
+                    return Response(text, media_type="application/json")
                 events = api.events(ask, context)
                 first = await while_connected(request.receive, self._interruptions, _next(events))
             except LookonceError as error:
+                if api.model != info.model and error.metadata.get("field") == "adapter":
+                    raise UnknownModelError(
+                        f"the model {api.model[:100]!r} is not served here any more", metadata={"field": "model"}
+                    ) from None
                 raise api.renamed(error) from None
             return EventStream(_told(first, events, api), self._interruptions, api.failure, exits.pop_all())
 
     async def models(self, request: Request) -> Response:
-        """Lists the model that is served."""
-        return JSONResponse({"object": "list", "data": [await self._model(request)]})
+        """Lists the model that is served, and its adapters."""
+        return JSONResponse({"object": "list", "data": await self._models(request)})
 
     async def model(self, request: Request) -> Response:
-        """Describes the model that is served. Raises UnknownModelError for any other name."""
-        model = await self._model(request)
+        """Describes the model that is served, or an adapter. Raises UnknownModelError for any other name."""
+        models = {model["id"]: model for model in await self._models(request)}
         name = request.path_params["model"]
-        if name != model["id"]:
-            raise UnknownModelError(f"the model {name[:100]!r} is not served here; this is {model['id']!r}")
-        return JSONResponse(model)
+        if name not in models:
+            raise UnknownModelError(f"the model {name[:100]!r} is not served here; this is {next(iter(models))!r}")
+        return JSONResponse(models[name])
 
     async def health(self, request: Request) -> Response:
         """Says 200 while a decoder serves and this gateway takes calls, 503 else."""
@@ -153,13 +162,13 @@ class Endpoints:
 
         return fetch
 
-    async def _model(self, request: Request) -> dict[str, Any]:
+    async def _models(self, request: Request) -> list[dict[str, Any]]:
         client = self._backend.as_caller(key_of(request))
         await self._interruptions.check_served()
         # The model's description may be remembered, so it says nothing about this caller's key.
         await client.load()
         info = await self._backend.model_info(client)
-        return {
+        base: dict[str, Any] = {
             "id": info.model,
             "object": "model",
             "created": 0,
@@ -171,6 +180,7 @@ class Endpoints:
                 "max_body_bytes": self._settings.max_body_bytes,
             },
         }
+        return [base, *({**base, "id": name, "parent": info.model} for name in info.adapters)]
 
     async def _body(self, request: Request, client: AsyncClient, share: BufferShare) -> bytes:
         kinds = request.headers.getlist("content-type")
@@ -229,8 +239,8 @@ async def _dumped(answer: Mapping[str, Any]) -> bytes:
     def work() -> bytes:
         return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
-    is_long = "data" in answer or any(choice.get("logprobs") for choice in answer.get("choices", ()))
-    return await run_in_thread(readers(), work) if is_long else work()
+    has_logprobs = any(choice.get("logprobs") for choice in answer.get("choices", ()))
+    return await run_in_thread(readers(), work) if has_logprobs else work()
 
 
 async def _next(events: AsyncGenerator[bytes]) -> bytes:

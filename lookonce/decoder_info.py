@@ -46,6 +46,8 @@ class ModelInfo:
     tool_format: str = ""
     # Names that `template_arguments` may have.
     template_arguments: tuple[str, ...] = ()
+    # Names that `adapter` may have.
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

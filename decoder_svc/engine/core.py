@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
-from decoder_svc.engine.messages import Abort, FailedRows, Stop, ToEventLoop
+from decoder_svc.engine.messages import Abort, ChangeAdapter, FailedRows, Stop, ToEventLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.request import Request
 from lookonce.forgotten import Forgotten
@@ -25,6 +25,8 @@ class EngineFacts:
     weight_bytes: int
     # The implementations that a trial has chosen, by operation.
     kernel_choices: tuple[KernelChoice, ...] = ()
+    # The LoRA adapters that it was started with: their fingerprints, by their names.
+    adapters: Mapping[str, str] = field(default_factory=dict)
     # Id of the engine's process; None: a thread of the service.
     process_id: int | None = None
 
@@ -42,7 +44,7 @@ class EngineCore(ABC):
         """Begins to run steps. `post` gets each message of the engine, always on the same thread; it must not block."""
 
     @abstractmethod
-    def put(self, message: Request | FetchedRows | FailedRows | Abort | Stop) -> None:
+    def put(self, message: Request | FetchedRows | FailedRows | Abort | ChangeAdapter | Stop) -> None:
         """Sends a message to the engine. Never blocks; any thread may call it."""
 
     @abstractmethod

@@ -7,6 +7,7 @@ submitted request gets exactly one terminal answer.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -15,7 +16,17 @@ from dataclasses import replace
 from decoder_svc.engine.core import EngineCore, EngineFacts
 from decoder_svc.engine.delivery import Delivery
 from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
-from decoder_svc.engine.messages import STOPPING, Abort, Answers, Ended, FailedRows, Stop, ToEventLoop
+from decoder_svc.engine.messages import (
+    STOPPING,
+    Abort,
+    AdapterChanged,
+    Answers,
+    ChangeAdapter,
+    Ended,
+    FailedRows,
+    Stop,
+    ToEventLoop,
+)
 from decoder_svc.engine.output_stream import OutputStream
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.scheduling.prompt import Prompt
@@ -43,6 +54,9 @@ class Engine:
         self._fetcher = fetcher
         self._delivery = Delivery(longest_hold_s)
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Changes of adapters whose outcome has not come, by their numbers.
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._change_numbers = itertools.count()
 
     @property
     def facts(self) -> EngineFacts:
@@ -65,7 +79,7 @@ class Engine:
         if not await asyncio.to_thread(self._core.join, max(0.0, _STOP_TIMEOUT_S - self._core.round_s)):
             logger.warning("an engine step is left to the end of the process")
         await asyncio.sleep(0)
-        self._delivery.close(UnavailableError(STOPPING))
+        self._end_all(UnavailableError(STOPPING))
         await self._fetcher.close()
         await asyncio.to_thread(self._core.close)
 
@@ -132,6 +146,22 @@ class Engine:
         """
         self._core.put_forgotten(forgotten)
 
+    async def change_adapter(self, name: str, folder: str, fingerprint: str) -> None:
+        """Loads the adapter of a folder, which must have this fingerprint, or drops it if `folder` is empty.
+
+        Raises ModelFolderError for an adapter that does not fit the model, and UnavailableError when the engine ends.
+        """
+        number = next(self._change_numbers)
+        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes[number] = outcome
+        try:
+            if not self.is_healthy:
+                raise UnavailableError("the engine does not answer; retry on another replica")
+            self._core.put(ChangeAdapter(number, name, folder, fingerprint))
+            await outcome
+        finally:
+            del self._changes[number]
+
     def load(self) -> EngineLoad:
         """The current load; it may change between two calls."""
         return self._core.load(len(self._delivery))
@@ -176,10 +206,28 @@ class Engine:
     def _take(self, message: ToEventLoop) -> None:
         if isinstance(message, Answers):
             self._delivery.deliver(message.by_request)
+        elif isinstance(message, AdapterChanged):
+            self._end_change(message.number, message.error)
         elif isinstance(message, Ended):
-            self._delivery.close(message.error)
+            self._end_all(message.error)
         else:
             self._start_fetch(message)
+
+    def _end_all(self, error: LookonceError) -> None:
+        """Ends all requests, and all changes of adapters."""
+        self._delivery.close(error)
+        for number in list(self._changes):
+            self._end_change(number, error)
+
+    def _end_change(self, number: int, error: LookonceError | None) -> None:
+        """Ends a change of adapters, unless nobody waits for it any more."""
+        outcome = self._changes.get(number)
+        if outcome is None or outcome.done():
+            return
+        if error is None:
+            outcome.set_result(None)
+        else:
+            outcome.set_exception(error)
 
     def _start_fetch(self, fetch: RowFetch) -> None:
         """Runs in the context of the call that needs the rows first, so that logs and spans carry its id."""

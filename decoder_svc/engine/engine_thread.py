@@ -8,7 +8,7 @@ from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.core import EngineCore, EngineFacts
 from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
-from decoder_svc.engine.messages import Abort, FailedRows, Inbox, Stop, ToEventLoop
+from decoder_svc.engine.messages import Abort, ChangeAdapter, FailedRows, Inbox, Stop, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.base import ModelRunnerBase
@@ -30,7 +30,8 @@ class EngineThread(EngineCore):
         constraints: ConstraintDesk,
     ) -> None:
         """`heartbeat` says from when on a step counts as hanging."""
-        self.facts = EngineFacts(limits, runner.backend.name, runner.weight_bytes, kernel_choices())
+        adapters = {folder.name: folder.fingerprint for folder in runner.config.adapters or ()}
+        self.facts = EngineFacts(limits, runner.backend.name, runner.weight_bytes, kernel_choices(), adapters)
         self._inbox = Inbox()
         self._step_loop = StepLoop(runner, scheduler, self._inbox, self._hand_over, heartbeat, constraints)
         self._post: Callable[[ToEventLoop], None] | None = None
@@ -40,7 +41,7 @@ class EngineThread(EngineCore):
         self._post = post
         self._step_loop.start()
 
-    def put(self, message: Request | FetchedRows | FailedRows | Abort | Stop) -> None:
+    def put(self, message: Request | FetchedRows | FailedRows | Abort | ChangeAdapter | Stop) -> None:
         """Puts a message into the inbox."""
         self._inbox.put(message)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.request import Request, RequestId
@@ -47,6 +47,36 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeAdapter:
+    """Asks the engine to load the adapter of a folder, or to drop one that no live request has."""
+
+    # AdapterChanged has the same.
+    number: int
+    name: str
+    # Empty: the adapter is dropped.
+    folder: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """An adapter that waits to be added, or the error for which it will not be."""
+
+    change: ChangeAdapter
+    # Made by the runner, which takes it back.
+    prepared: Any
+    error: LookonceError | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterChanged:
+    """The outcome of one ChangeAdapter: the error for which nothing has changed, or None."""
+
+    number: int
+    error: LookonceError | None
+
+
+@dataclass(frozen=True, slots=True)
 class Compiled:
     """The outcome of compiling a request's constraint, or the error that ends the request."""
 
@@ -70,8 +100,10 @@ class Ended:
     has_died: bool = False
 
 
-ToEngineThread: TypeAlias = Request | FetchedRows | FailedRows | Abort | Forgotten | Stop
-ToEventLoop: TypeAlias = RowFetch | Answers | Ended
+# Messages that an inbox takes one by one; the last two come from threads that work for the engine.
+Queued: TypeAlias = Request | FetchedRows | FailedRows | Abort | ChangeAdapter | Stop | Compiled | AdapterRead
+ToEngineThread: TypeAlias = Request | FetchedRows | FailedRows | Abort | ChangeAdapter | Stop | Forgotten
+ToEventLoop: TypeAlias = RowFetch | Answers | AdapterChanged | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +115,12 @@ class Inbox:
     """Queue of messages for the engine thread. Any thread may put; only the engine thread takes."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Request | FetchedRows | FailedRows | Abort | Compiled | _Forget | Stop] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[Queued | _Forget] = queue.SimpleQueue()
         self._forget_lock = threading.Lock()
         # Images to forget that the engine thread has not taken yet.
         self._to_forget: Forgotten | None = None
 
-    def put(self, message: Request | FetchedRows | FailedRows | Abort | Compiled | Stop) -> None:
+    def put(self, message: Queued) -> None:
         """Appends a message to the queue."""
         self._queue.put(message)
 
@@ -102,7 +132,7 @@ class Inbox:
         if not is_waiting:
             self._queue.put(_Forget())
 
-    def take(self, timeout_s: float | None) -> ToEngineThread | Compiled | None:
+    def take(self, timeout_s: float | None) -> Queued | Forgotten | None:
         """Removes and returns the oldest message, or None when none comes in time.
 
         Waits at most `timeout_s` seconds; None waits for any time.

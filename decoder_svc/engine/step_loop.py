@@ -22,20 +22,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from decoder_svc.engine.adapter_loading import AdapterLoading
 from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import (
     STOPPING,
     Abort,
+    AdapterChanged,
+    AdapterRead,
     Answer,
     Answers,
+    ChangeAdapter,
     Compiled,
     Ended,
     FailedRows,
     Inbox,
+    Queued,
     Stop,
-    ToEngineThread,
     ToEventLoop,
 )
 from decoder_svc.rows.fetched_rows import FetchedRows
@@ -66,6 +70,7 @@ _MAX_CONSECUTIVE_FAILURES = 3
 _MAX_CONSECUTIVE_MEMORY_FAILURES = 20
 # Time without a message after which live requests that wait for nothing are restarted, seconds.
 _STALL_S = 2.0
+_NO_ADAPTER = "the adapter was unloaded; retry on another replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._heartbeat = heartbeat
         self._constraints = constraints
+        self._adapters = AdapterLoading(runner, inbox.put)
         # Requests whose constraints are being compiled, with what gives that up; the scheduler does not know them yet.
         self._compiling: dict[RequestId, tuple[Request, Callable[[], object]]] = {}
         self._is_running = False
@@ -237,7 +243,7 @@ class StepLoop:
         self._restarted_head = head
         self._made_progress = True
 
-    def _handle(self, message: ToEngineThread | Compiled) -> None:
+    def _handle(self, message: Queued | Forgotten) -> None:
         if isinstance(message, Request):
             self._begin(message)
         elif isinstance(message, Compiled):
@@ -248,15 +254,37 @@ class StepLoop:
             self._fail_rows(message)
         elif isinstance(message, Forgotten):
             self._scheduler.forget(message)
+        elif isinstance(message, ChangeAdapter) and message.folder:
+            self._adapters.begin(message)
+        elif isinstance(message, ChangeAdapter):
+            self._drop_adapter(message)
+        elif isinstance(message, AdapterRead):
+            self._post(self._adapters.finish(message))
         elif isinstance(message, Abort):
             request = self._given_up(message.request_id) or self._scheduler.abort(message.request_id)
             if request is not None:
                 output = RequestOutput((), (), message.reason, replace(request.usage))
                 self._outbox.append((request.request_id, output))
 
+    def _drop_adapter(self, change: ChangeAdapter) -> None:
+        """Frees an adapter. Requests that still have it are being aborted, or were refused."""
+        for request in self._scheduler.live_requests():
+            if request.cache_scope.adapter == change.fingerprint:
+                self._scheduler.abort(request.request_id)
+                self._outbox.append((request.request_id, UnavailableError(_NO_ADAPTER)))
+        self._runner.drop_adapter(change.fingerprint)
+        self._post(AdapterChanged(change.number, None))
+
+    def _add(self, request: Request) -> None:
+        """Gives a request to the scheduler, unless its adapter has gone."""
+        if self._runner.has_adapter(request.cache_scope.adapter):
+            self._scheduler.add(request)
+        else:
+            self._outbox.append((request.request_id, UnavailableError(_NO_ADAPTER)))
+
     def _begin(self, request: Request) -> None:
         if request.params.constraint is None:
-            self._scheduler.add(request)
+            self._add(request)
             return
         self._compiling[request.request_id] = request, self._constraints.begin(request, self._inbox.put)
 
@@ -276,7 +304,7 @@ class StepLoop:
             self._outbox.append((compiled.request_id, compiled.outcome))
             return
         request.constraint = compiled.outcome
-        self._scheduler.add(request)
+        self._add(request)
 
     def _take_rows(self, message: FetchedRows) -> None:
         """Stores rows that arrived. If that fails, the requests that need them end; later ones fetch the rows again."""

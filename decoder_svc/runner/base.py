@@ -13,7 +13,7 @@ import logging
 import pathlib
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.fetched_rows import FetchedRows
+from decoder_svc.runner.adapters.adapter_table import AdapterTable
 from decoder_svc.runner.attention import (
     AttentionBackend,
     KVCacheSpec,
@@ -46,7 +47,9 @@ from decoder_svc.runner.token_masks import begin_masks
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
+from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
+from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,8 @@ class RunnerConfig:
     max_num_batched_tokens: int = 2048
     # False: no graphs are recorded.
     use_graphs: bool = True
+    # LoRA adapters of the language model, which requests choose from. None: none, and none will be loaded.
+    adapters: tuple[AdapterFolder, ...] | None = None
 
 
 class ModelRunnerBase(ABC):
@@ -83,6 +88,8 @@ class ModelRunnerBase(ABC):
     backend: AttentionBackend
     # Copies numbers and rows to the device; a plain HostTransfer unless the device sets its own.
     transfer: HostTransfer
+    # None: there are no adapters.
+    adapters: AdapterTable | None = None
     # Numbers of tokens at which steps are recorded as graphs, ascending; a step is padded to the next number. The first
     # attribute is for steps of single tokens, the second for steps with prompt chunks.
     tokenwise_graph_batch_sizes: tuple[int, ...] = ()
@@ -102,6 +109,7 @@ class ModelRunnerBase(ABC):
         register_paged_attention()
         self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
+        self._load_adapters()
         self.language = LanguagePass(self.model, self.backend, family.num_levels, self._calc_mrope_positions)
         self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.
@@ -131,6 +139,23 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def capture_model(self) -> None:
         """Calls `_capture_graphs` on devices that have graphs. Called after `initialize_kv_cache`."""
+
+    def _adapter_table(self) -> AdapterTable | None:
+        """Returns a table for `load_model` to apply to the layers; None if there will be no adapters.
+
+        Call it before kernels take the places of the model's layers.
+        """
+        return None if self.config.adapters is None else AdapterTable(self.model)
+
+    def _load_adapters(self) -> None:
+        """Raises ModelFolderError for an adapter that does not fit the model, ConfigurationError if none is served."""
+        if self.config.adapters is None:
+            return
+        if self.adapters is None or not self.adapters.is_applied:
+            raise ConfigurationError(f"--adapters: the device {self.device.type} serves no adapters yet")
+        with torch.inference_mode():
+            for folder in self.config.adapters:
+                self.adapters.add(folder.fingerprint, self.adapters.read(folder))
 
     # Overridden by devices whose steps must have certain numbers of tokens.
 
@@ -189,6 +214,9 @@ class ModelRunnerBase(ABC):
         for fetched in rows:
             self.put_rows(fetched)
         step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window, self.family.mask)
+        if self.adapters is not None and self.adapters.fingerprints:
+            adapter = self.adapters.fingerprints[0]
+            step = replace(step, admitted=tuple(replace(each, adapter=adapter) for each in step.admitted))
         self.execute_model(step)
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
@@ -202,6 +230,9 @@ class ModelRunnerBase(ABC):
             logger.warning("no graphs: attention backend %s reads step metadata on the host", self.backend.name)
             return
         sizes = GraphSizes(self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes)
+        if self.adapters is not None:
+            # Steps with adapters are never replayed.
+            self.adapters.begin_step((), ())
         try:
             with torch.inference_mode():
                 graphs = StepGraphs(sizes, self._step_shape(), self._chunk_shape(), self.transfer)
@@ -239,6 +270,33 @@ class ModelRunnerBase(ABC):
             is_mutual_beyond_window=None if mask is Mask.CAUSAL else mask is Mask.PROMPT,
         )
 
+    def read_adapter(self, name: str, folder: str, fingerprint: str) -> Any:
+        """Reads the adapter of a folder, which must have this fingerprint, for `add_adapter`.
+
+        Any thread may call it. Raises ModelFolderError, also for a runner that serves no adapters.
+        """
+        if self.adapters is None:
+            raise ModelFolderError("this decoder was not started for adapters")
+        opened = AdapterFolder.open(name, pathlib.Path(folder))
+        if opened.fingerprint != fingerprint:
+            raise ModelFolderError(f"adapter {name}: the folder has changed while it was loaded; try again")
+        with torch.inference_mode():
+            return self.adapters.read(opened)
+
+    def add_adapter(self, fingerprint: str, prepared: Any) -> None:
+        """Adds an adapter that was read; the next steps may have requests for it."""
+        assert self.adapters is not None, "nothing was read"
+        self.adapters.add(fingerprint, prepared)
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        """Frees an adapter, which no request in the batch may have."""
+        if self.adapters is not None:
+            self.adapters.drop(fingerprint)
+
+    def has_adapter(self, fingerprint: str | None) -> bool:
+        """Whether requests may have this adapter. None: the base model."""
+        return fingerprint is None or (self.adapters is not None and fingerprint in self.adapters)
+
     def put_rows(self, fetched: FetchedRows) -> None:
         """Stores fetched rows on the device. The scheduler has reserved room for them."""
         self.row_cache.put(fetched)
@@ -271,9 +329,12 @@ class ModelRunnerBase(ABC):
         flat = self._flattened(chunks)
         rows = [self.batch[request_id] for request_id in flat.sampled_ids]
         masks = begin_masks(rows)
-        # Graphs keep no hidden states.
+        if self.adapters is not None:
+            self.adapters.begin_step(chunks, [self.batch[chunk.request_id].adapter for chunk in chunks])
+        has_adapters = self.adapters is not None and bool(self.adapters.tokens)
+        # Graphs keep no hidden states, and know no adapters.
         keeps_hidden = wants_hidden_states(chunks, self.batch)
-        decoded = None if keeps_hidden else self._replayed(flat, chunks)
+        decoded = None if keeps_hidden or has_adapters else self._replayed(flat, chunks)
         embeddings: dict[RequestId, Tensor] = {}
         if decoded is not None:
             logits, likeliest = decoded.logits, decoded.likeliest

@@ -57,6 +57,8 @@ class RequestRow:
         capacity = admitted.num_prompt_tokens + admitted.params.max_tokens
         self.params: SamplingParams = admitted.params
         self.constraint: TokenConstraint | None = admitted.constraint
+        # Fingerprint of the LoRA adapter; None: the base model.
+        self.adapter: str | None = admitted.adapter
         self.sampling = SamplingState(admitted.params.seed, admitted.num_prompt_tokens)
         self.images: tuple[ImageItem, ...] = admitted.images
         self.mutual_spans: tuple[Span, ...] = admitted.mutual_spans

@@ -29,6 +29,8 @@ class AdmittedRequest:
     params: SamplingParams
     # None: any token may come next.
     constraint: TokenConstraint | None = None
+    # Fingerprint of the LoRA adapter; None: the base model.
+    adapter: str | None = None
 
     @classmethod
     def of(cls, request: Request) -> AdmittedRequest:
@@ -42,6 +44,7 @@ class AdmittedRequest:
             mutual_spans=request.prompt.mutual_spans,
             params=request.params,
             constraint=request.constraint,
+            adapter=request.cache_scope.adapter,
         )
 
 

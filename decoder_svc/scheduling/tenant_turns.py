@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.request import Request
 
-# Tokens that an answer counts for. Its length is not known when it is queued, and `max_tokens` says little about it.
+# Most tokens that an answer counts for. Its length is not known when it is queued, and a large `max_tokens` says little
+# about it.
 _ANSWER_TOKENS = 256
 # Tenants of one priority that are remembered, and whose turns are looked through.
 _MAX_TENANTS = 4096
@@ -55,7 +56,8 @@ class TenantTurns:
         level = self._levels.setdefault(request.priority, _Level())
         level.num_live += 1
         request.turn = max(level.now, level.ends.get(request.tenant, 0))
-        level.ends[request.tenant] = request.turn + request.num_prompt_tokens + _ANSWER_TOKENS
+        answer = min(_ANSWER_TOKENS, request.params.max_tokens)
+        level.ends[request.tenant] = request.turn + request.num_prompt_tokens + answer
 
     def serve(self, request: Request) -> None:
         """Notes that a request is served."""

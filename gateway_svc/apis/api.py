@@ -28,6 +28,8 @@ class Context:
     token_texts: Callable[[Sequence[int]], Awaitable[list[str]]]
     # Time of the request, seconds since 1970.
     created: int
+    # Counts bytes of the answer until it is sent. Raises OverloadedError if they are not free.
+    take_memory: Callable[[int], None]
 
 
 class ApiRequest(Protocol):
@@ -55,8 +57,8 @@ class ApiRequest(Protocol):
         """
         ...
 
-    async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
-        """Returns the answer as one object."""
+    async def whole(self, ask: Ask, context: Context) -> dict[str, Any] | bytes:
+        """Returns the answer as one object, or as its JSON."""
         ...
 
     def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:

@@ -130,7 +130,8 @@ class CompletionRequest:
 
     async def _echoed(self, ask: Ask, context: Context) -> dict[str, Any]:
         """Returns a completion whose answers begin with their prompts."""
-        prompts = [await told_prompt(context, prompt, self.num_top) for prompt in self.prompts]
+        adapter = ask.options.get("adapter")
+        prompts = [await told_prompt(context, prompt, self.num_top, adapter) for prompt in self.prompts]
         if self.options["max_tokens"] == 0:
             choices = [_choice(index, prompts[index // self.num_each], None) for index in range(ask.num_answers)]
             return {**_head(context), "choices": choices, "usage": chat_usage([each.usage for each in prompts], 1)}

@@ -31,8 +31,13 @@ class ToldPrompt:
         return replace(self, text=self.text + text, logprobs=joined)
 
 
-async def told_prompt(context: Context, prompt: str | Sequence[int], num_top: int | None) -> ToldPrompt:
-    """Returns a prompt as a completion repeats it. Computes it if log-probabilities are asked for."""
+async def told_prompt(
+    context: Context, prompt: str | Sequence[int], num_top: int | None, adapter: str | None
+) -> ToldPrompt:
+    """Returns a prompt as a completion repeats it. Computes it if log-probabilities are asked for.
+
+    `adapter` None: the base model.
+    """
     client, timeout_s = context.client, context.timeout_s
     token_ids = list(prompt) if not isinstance(prompt, str) else None
     if token_ids is None:
@@ -50,7 +55,11 @@ async def told_prompt(context: Context, prompt: str | Sequence[int], num_top: in
     }
     if len(token_ids) > 1:
         scoring = await client.score(
-            TokenPrompt(token_ids[:1]), [token_ids[1:]], logprobs=max(_LEAST_TOP, num_top), timeout_s=timeout_s
+            TokenPrompt(token_ids[:1]),
+            [token_ids[1:]],
+            logprobs=max(_LEAST_TOP, num_top),
+            adapter=adapter,
+            timeout_s=timeout_s,
         )
         (score,) = scoring.scores
         start = len(first) if text.startswith(first) else 0

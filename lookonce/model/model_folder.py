@@ -110,8 +110,8 @@ def _adapter(path: pathlib.Path) -> str:
     base = read_json_object(path / _ADAPTER_FILE).get("base_model_name_or_path")
     named = f" {base}" if isinstance(base, str) and base else ""
     return (
-        f"{path} holds a PEFT adapter ({_ADAPTER_FILE}), which is not served by itself; merge it into its base "
-        f"model{named} (merge_and_unload of peft), save the result with its tokenizer, and give that folder"
+        f"{path} holds a PEFT adapter ({_ADAPTER_FILE}); start a decoder with the folder of its base model{named}, and "
+        f"give this folder with --adapters NAME={path}"
     )
 
 

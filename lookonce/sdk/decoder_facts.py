@@ -11,7 +11,8 @@ from lookonce.decoder_info import DecoderLoad, ImageSpan, ModelInfo, TokenizedPr
 def model_info_of(response: decoder_pb2.GetModelInfoResponse) -> ModelInfo:
     """Returns the model and the limits. A field that an older server does not send is empty or 0."""
     values = {one.name: getattr(response, one.name) for one in fields(ModelInfo)}
-    return ModelInfo(**values | {"template_arguments": tuple(response.template_arguments)})
+    lists = {name: tuple(getattr(response, name)) for name in ("template_arguments", "adapters")}
+    return ModelInfo(**values | lists)
 
 
 def load_of(response: decoder_pb2.GetLoadResponse) -> DecoderLoad:

@@ -243,10 +243,10 @@ def test_sampling_out_of_range_is_a_field_violation(
     assert violations.field_violations[0].field.partition("[")[0] == f"sampling.{field}"
 
 
-def test_features_that_are_not_offered_are_refused_by_name(decoder: pb_grpc.DecoderServiceStub) -> None:
+def test_an_adapter_that_is_not_served_is_refused_by_name(decoder: pb_grpc.DecoderServiceStub) -> None:
     bad = request()
     bad.params.adapter = "mine"
-    refused(decoder, bad, grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    refused(decoder, bad, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
 
 
 def test_message_over_the_limit(decoder: pb_grpc.DecoderServiceStub) -> None:

@@ -65,10 +65,13 @@ async def scripted_encoder(servicer: EncoderServiceServicer) -> AsyncIterator[st
 
 @asynccontextmanager
 async def served(
-    settings: ServiceSettings, entry: ServiceEntry, is_ready: Callable[[], bool] = lambda: True
+    settings: ServiceSettings,
+    entry: ServiceEntry,
+    is_ready: Callable[[], bool] = lambda: True,
+    quotas: Quotas | None = None,
 ) -> AsyncIterator[str]:
     """Runs a real server around one service and yields its target."""
-    service = GrpcService(settings, Telemetry(), [entry], is_ready=is_ready)
+    service = GrpcService(settings, Telemetry(), [entry], quotas=quotas, is_ready=is_ready)
     target = await service.start()
     try:
         yield target

@@ -24,7 +24,7 @@ from gateway_svc.endpoints import Endpoints
 from gateway_svc.http_connection import http_connections
 from gateway_svc.serving import _listening
 from gateway_svc.settings import GatewaySettings
-from lookonce.server.admission.quotas import Quotas
+from lookonce.server.admission.quotas import load_quotas
 from tests.decoder_svc.encoders import served
 
 KEY = "key-of-a-user"
@@ -74,14 +74,15 @@ class Gateway:
 
 
 @asynccontextmanager
-async def running_decoder(folder: pathlib.Path) -> AsyncIterator[str]:
+async def running_decoder(folder: pathlib.Path, **more: Any) -> AsyncIterator[str]:
     """Runs a decoder without an encoder and yields its target."""
     pools: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 200, "max_context_tokens": 2000, "block_size": 16}
-    settings = DecoderSettings(model=folder, encoder_target=None, dtype="float32", drain_timeout_s=0.5, **pools)
+    settings = DecoderSettings(model=folder, encoder_target=None, dtype="float32", drain_timeout_s=0.5, **pools, **more)
     registry = CollectorRegistry()
+    quotas = load_quotas(settings, registry)
     async with (
-        open_service(settings, registry, Quotas(None, registry)) as service,
-        served(settings, service.entry()) as target,
+        open_service(settings, registry, quotas) as service,
+        served(settings, service.entry(), quotas=quotas) as target,
     ):
         yield target
 

@@ -14,7 +14,18 @@ import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
 from decoder_svc.engine.core import EngineFacts
-from decoder_svc.engine.messages import Abort, Answer, Answers, Ended, FailedRows, Stop, ToEngineThread, ToEventLoop
+from decoder_svc.engine.messages import (
+    Abort,
+    AdapterChanged,
+    Answer,
+    Answers,
+    ChangeAdapter,
+    Ended,
+    FailedRows,
+    Stop,
+    ToEngineThread,
+    ToEventLoop,
+)
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import CacheScope, Request, RequestId
@@ -74,6 +85,10 @@ class _Forget(msgspec.Struct, tag=True, array_like=True):
     forgotten: Forgotten
 
 
+class _ChangeAdapter(msgspec.Struct, tag=True, array_like=True):
+    change: ChangeAdapter
+
+
 class _Stop(msgspec.Struct, tag=True, array_like=True):
     pass
 
@@ -94,6 +109,11 @@ class _Answers(msgspec.Struct, tag=True, array_like=True):
     answers: list[_Answer]
 
 
+class _AdapterChanged(msgspec.Struct, tag=True, array_like=True):
+    number: int
+    error: _Failure | None
+
+
 class _Ended(msgspec.Struct, tag=True, array_like=True):
     error: _Failure
     has_died: bool
@@ -112,10 +132,12 @@ class _Refused(msgspec.Struct, tag=True, array_like=True):
 
 
 _encoder = Encoder()
-_to_process: Decoder[_NewRequest | _Rows | _NoRows | _Abort | _Forget | _Stop] = Decoder(
-    _NewRequest | _Rows | _NoRows | _Abort | _Forget | _Stop
+_to_process: Decoder[_NewRequest | _Rows | _NoRows | _Abort | _Forget | _ChangeAdapter | _Stop] = Decoder(
+    _NewRequest | _Rows | _NoRows | _Abort | _Forget | _ChangeAdapter | _Stop
 )
-_to_service: Decoder[_Answers | _Fetch | _Ended] = Decoder(_Answers | _Fetch | _Ended)
+_to_service: Decoder[_Answers | _Fetch | _AdapterChanged | _Ended] = Decoder(
+    _Answers | _Fetch | _AdapterChanged | _Ended
+)
 _first_to_service: Decoder[_Ready | _Refused] = Decoder(_Ready | _Refused)
 
 
@@ -144,6 +166,8 @@ def encode_for_process(message: ToEngineThread) -> tuple[bytes, bytes | bytearra
             wire = _Abort(message.request_id, message.reason)
         case Forgotten():
             wire = _Forget(message)
+        case ChangeAdapter():
+            wire = _ChangeAdapter(message)
         case Stop():
             wire = _Stop()
     return _encoder.encode(wire), payload
@@ -152,9 +176,10 @@ def encode_for_process(message: ToEngineThread) -> tuple[bytes, bytes | bytearra
 def decode_in_process(frame: bytearray, payload: bytearray) -> ToEngineThread:
     """Returns a message to the engine process. Raises msgspec.DecodeError for a frame of another version."""
     wire = _to_process.decode(frame)
+    message: ToEngineThread
     match wire:
         case _NewRequest():
-            return Request(
+            message = Request(
                 wire.request_id,
                 wire.prompt,
                 wire.params,
@@ -165,15 +190,18 @@ def decode_in_process(frame: bytearray, payload: bytearray) -> ToEngineThread:
                 tenant=wire.tenant,
             )
         case _Rows():
-            return FetchedRows(wire.key, wire.rows, payload, wire.dtype, wire.num_levels, wire.num_encoded_rows)
+            message = FetchedRows(wire.key, wire.rows, payload, wire.dtype, wire.num_levels, wire.num_encoded_rows)
         case _NoRows():
-            return FailedRows(wire.fetch, _error(wire.error))
+            message = FailedRows(wire.fetch, _error(wire.error))
         case _Abort():
-            return Abort(wire.request_id, wire.reason)
+            message = Abort(wire.request_id, wire.reason)
         case _Forget():
-            return wire.forgotten
+            message = wire.forgotten
+        case _ChangeAdapter():
+            message = wire.change
         case _Stop():
-            return Stop()
+            message = Stop()
+    return message
 
 
 def encode_for_service(message: ToEventLoop) -> bytes:
@@ -184,6 +212,8 @@ def encode_for_service(message: ToEventLoop) -> bytes:
             wire = _Answers([_wire_answer(request_id, answer) for request_id, answer in message.by_request])
         case RowFetch():
             wire = _Fetch(replace(message, data=_mark(message.data)))
+        case AdapterChanged():
+            wire = _AdapterChanged(message.number, None if message.error is None else _failure(message.error))
         case Ended():
             wire = _Ended(_failure(message.error), message.has_died)
     return _encoder.encode(wire)
@@ -197,6 +227,8 @@ def decode_in_service(frame: bytearray) -> ToEventLoop:
             return Answers(tuple((one.request_id, _answer(one)) for one in wire.answers))
         case _Fetch():
             return wire.fetch
+        case _AdapterChanged():
+            return AdapterChanged(wire.number, None if wire.error is None else _error(wire.error))
         case _Ended():
             return Ended(_error(wire.error), wire.has_died)
 

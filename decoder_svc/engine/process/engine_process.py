@@ -19,7 +19,17 @@ from typing import Any
 
 from decoder_svc.engine.core import EngineCore
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
-from decoder_svc.engine.messages import Abort, Answers, Compiled, Ended, FailedRows, Inbox, Stop, ToEventLoop
+from decoder_svc.engine.messages import (
+    Abort,
+    Answers,
+    ChangeAdapter,
+    Compiled,
+    Ended,
+    FailedRows,
+    Inbox,
+    Stop,
+    ToEventLoop,
+)
 from decoder_svc.engine.process.codec import decode_in_service, decode_start, encode_for_process
 from decoder_svc.engine.process.figure_board import FigureBoard
 from decoder_svc.engine.process.pipe import Pipe
@@ -85,7 +95,7 @@ class EngineProcess(EngineCore):
         self._sender.start()
         self._receiver.start()
 
-    def put(self, message: Request | FetchedRows | FailedRows | Abort | Stop) -> None:
+    def put(self, message: Request | FetchedRows | FailedRows | Abort | ChangeAdapter | Stop) -> None:
         """Queues a message for the sending thread, and keeps the image files of a request."""
         if isinstance(message, Request):
             files = {item.key.value: item.data for item in message.prompt.images if item.data is not None}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from decoder_svc.runner.adapters.adapter_table import AdapterTable
 from decoder_svc.runner.attention import KVCacheSpec
 from decoder_svc.runner.cpu.attention import NativeBackend
 from decoder_svc.runner.cpu.native_stack import NativeStack, unstackable_reason
@@ -26,13 +27,20 @@ from lookonce.model.kernels.packed_embedding import replace_tied_embedding
 logger = logging.getLogger(__name__)
 
 
-def install_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_position_axes: int) -> bool:
+def install_kernels(
+    model: Any,
+    backend: NativeBackend,
+    spec: KVCacheSpec,
+    num_position_axes: int,
+    adapters: AdapterTable | None = None,
+) -> bool:
     """Changes the model in place: Llama-like layers become one native stack; otherwise linear layers are replaced.
 
-    The loaded weights are released. Returns whether a token's logits are bit-equal in any batch.
+    The loaded weights are released. Only a stack applies `adapters`. Returns whether there is one whose logits are
+    bit-equal in any batch.
     """
     name = text_child(model)
-    stack = _checked_stack(getattr(model.model, name), backend, spec, num_position_axes)
+    stack = _checked_stack(getattr(model.model, name), backend, spec, num_position_axes, adapters)
     if stack is not None:
         setattr(model.model, name, stack)
     else:
@@ -53,7 +61,11 @@ def install_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_p
 
 
 def _checked_stack(
-    text_model: Any, backend: NativeBackend, spec: KVCacheSpec, num_position_axes: int
+    text_model: Any,
+    backend: NativeBackend,
+    spec: KVCacheSpec,
+    num_position_axes: int,
+    adapters: AdapterTable | None,
 ) -> NativeStack | None:
     reason = unstackable_reason(text_model)
     if reason is not None:
@@ -62,7 +74,7 @@ def _checked_stack(
     a_few = random_trial(text_model.config.hidden_size, num_position_axes, spec)
     reference = RecordingBackend()
     wanted = a_few.run(text_model, reference)
-    stack = NativeStack(text_model, backend, recorded_options(reference))
+    stack = NativeStack(text_model, backend, recorded_options(reference), adapters)
     found = relative_difference(a_few.run(stack, backend), wanted)
     # Written with `not` so that NaN fails.
     if not found <= TOLERANCES[spec.dtype]:

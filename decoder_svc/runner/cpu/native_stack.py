@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoder_svc.runner.adapters.adapter_table import AdapterTable
 from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
+from decoder_svc.runner.cpu.native_adapters import NativeAdapters
 from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
 
@@ -82,7 +84,13 @@ def unstackable_reason(text_model: Any) -> str | None:
 class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Replaces transformers' language model; takes and returns the same."""
 
-    def __init__(self, text_model: Any, backend: NativeBackend, options: Sequence[LayerOptions]) -> None:
+    def __init__(
+        self,
+        text_model: Any,
+        backend: NativeBackend,
+        options: Sequence[LayerOptions],
+        adapters: AdapterTable | None = None,
+    ) -> None:
         """Copies the weights of `text_model`, which may be released afterwards. `options` has one entry per layer."""
         super().__init__()
         self.config = text_model.config
@@ -103,6 +111,10 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             norm_epsilon=text_model.norm.variance_epsilon,
         )
         self._function = backend.library.function(f"lookonce_stack_{DTYPE_NAMES[self._dtype]}")
+        self._adapters = None
+        if adapters is not None:
+            self._adapters = NativeAdapters(adapters, [_linear_sizes(layer) for layer in text_model.layers])
+            adapters.apply_to(self._adapters)
         # The pools whose addresses are in the layers' structures.
         self._pools: object = None
         # True: `forward` runs the last layer only.
@@ -178,6 +190,9 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             stop_layer=stop,
             phase_ns=None if self.phase_ns is None else self.phase_ns.data_ptr(),
         )
+        adapted = None if self._adapters is None else self._adapters.step(hidden.shape[0])
+        if adapted is not None:
+            io.adapters = ctypes.pointer(adapted[0])
         self._function(ctypes.byref(self._stack), ctypes.byref(step.struct), ctypes.byref(io))
 
     def _bind_pools(self) -> None:
@@ -208,6 +223,13 @@ def _layer(layer: Any) -> _Layer:
         gate_up=packed(gate_up, gate_up_bias),
         down=packed(F.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias),
     )
+
+
+def _linear_sizes(layer: Any) -> dict[str, tuple[int, int]]:
+    """Returns inputs and outputs of a layer's linear layers by their names."""
+    names = [*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP)]
+    linears = {name: layer.get_submodule(name) for name in names}
+    return {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
 
 
 def _norm(module: Any) -> Tensor:

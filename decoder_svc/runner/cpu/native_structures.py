@@ -93,6 +93,29 @@ class Stack(ctypes.Structure):
     )
 
 
+class LowRankMatrices(ctypes.Structure):
+    """Matrices that an adapter adds to one linear layer; LowRank in C++."""
+
+    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INTEGER))
+
+
+class LayerAdapter(ctypes.Structure):
+    """What an adapter adds to the linear layers of one layer, in the order of StackLayer."""
+
+    _fields_ = (("linears", LowRankMatrices * 4),)
+
+
+class StepAdapters(ctypes.Structure):
+    """The adapters of a step's tokens."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerAdapter)),
+        ("slots", _POINTER),
+        ("num_layers", _INTEGER),
+        ("max_rank", _INTEGER),
+    )
+
+
 class StackStep(ctypes.Structure):
     """Inputs and outputs of one call of the stack."""
 
@@ -105,4 +128,5 @@ class StackStep(ctypes.Structure):
         ("first_layer", _INTEGER),
         ("stop_layer", _INTEGER),
         ("phase_ns", _POINTER),
+        ("adapters", ctypes.POINTER(StepAdapters)),
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from decoder_svc.runner.adapters.adapter_table import AdaptedModules
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.attention import NativeBackend, cpu_attention
@@ -36,6 +37,7 @@ class CPUModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         """Loads the language half and installs native kernels if the machine and the model allow it."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        self.adapters = self._adapter_table()
         num_threads = torch.get_num_threads()
         self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
         if isinstance(self.backend, NativeBackend):
@@ -43,7 +45,10 @@ class CPUModelRunner(ModelRunnerBase):
         linear = choose_step_linear(self.model.dtype)
         if isinstance(self.backend, NativeBackend) and linear.implementation == NATIVE:
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
-            self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes)
+            self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes, self.adapters)
+        text_model = getattr(self.model.model, text_child(self.model))
+        if self.adapters is not None and not isinstance(text_model, NativeStack):
+            self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures resident memory, and the free memory of machine and container."""

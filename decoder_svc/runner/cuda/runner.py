@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from decoder_svc.runner.adapters.adapter_table import AdaptedModules
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
@@ -20,7 +21,7 @@ from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
 from lookonce.families.base import Mask
-from lookonce.model.half_model import load_text_half
+from lookonce.model.half_model import load_text_half, text_child
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,9 @@ class GPUModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """Loads the language half into device memory and chooses the attention backend."""
-        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION).to(self.device)
+        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        self.adapters = self._adapter_table()
+        self.model.to(self.device)
         text = self.model.config.get_text_config()
         needs = AttentionNeeds(
             num_heads=text.num_attention_heads,
@@ -58,7 +61,10 @@ class GPUModelRunner(ModelRunnerBase):
             num_processors=self.properties.multi_processor_count,
         )
         self.backend = cuda_attention(needs)
-        if isinstance(self.backend, PagedBackend):
+        if self.adapters is not None:
+            text_model = getattr(self.model.model, text_child(self.model))
+            self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
+        elif isinstance(self.backend, PagedBackend):
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
             install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
 

@@ -109,12 +109,13 @@ def check_size(turns: Sequence[Turn], tools: Sequence[Tool], num_each: int, fiel
 
     Each answer is a request of its own to the decoder, which has such limits too.
     """
+    times_n = "times n, " if num_each > 1 else ""
     num_parts = sum(1 + len(turn.content.parts) + len(turn.calls) for turn in turns)
     if num_parts * num_each > MAX_PARTS:
-        raise fields.wrong(name, f"has {num_parts} messages and parts; times n, the limit is {MAX_PARTS}")
+        raise fields.wrong(name, f"has {num_parts} messages and parts; {times_n}the limit is {MAX_PARTS}")
     num_characters = sum(map(len, _texts(turns, tools)))
     if num_characters * num_each > MAX_CHARACTERS:
-        raise fields.wrong(name, f"has {num_characters} characters; times n, the limit is {MAX_CHARACTERS}")
+        raise fields.wrong(name, f"has {num_characters} characters; {times_n}the limit is {MAX_CHARACTERS}")
 
 
 def _texts(turns: Sequence[Turn], tools: Sequence[Tool]) -> Iterator[str]:

@@ -141,10 +141,11 @@ class Quotas:
             usage.num_in_flight -= 1
 
     @contextmanager
-    def more_in_flight(self, identity: Identity, count: int) -> Iterator[None]:
+    def more_in_flight(self, identity: Identity, count: int, field: str) -> Iterator[None]:
         """Counts a call that is in flight `count` times more for the duration of the block.
 
-        Raises OverloadedError, as `admitted` does, and InvalidParameterError where the quota can never allow it.
+        `field` of the request has the number. Raises OverloadedError, as `admitted` does, and InvalidParameterError
+        where the quota can never allow it.
         """
         if count == 0 or self._table is None or identity.role is not CallerRole.CLIENT:
             yield
@@ -153,7 +154,7 @@ class Quotas:
         if quota.max_in_flight is not None:
             if count >= quota.max_in_flight:
                 raise InvalidParameterError(
-                    "sampling.n", f"must be at most {quota.max_in_flight}, this tenant's quota of calls in flight"
+                    field, f"must be at most {quota.max_in_flight}, this tenant's quota of calls in flight"
                 )
             if usage.num_in_flight + count > quota.max_in_flight:
                 raise self._refusal("max_in_flight", f"{usage.num_in_flight} calls are in flight", _RETRY_S)

@@ -245,7 +245,7 @@ _FAULTS = {
     "weight file": ["a weight file", "give the folder", "config.json"],
     "empty": ["is empty", "download a model"],
     "config.json only": ["no weights", "model.safetensors", "download the whole model"],
-    "adapter": ["adapter", "merge", "some/base-model"],
+    "adapter": ["adapter", "--adapters", "some/base-model"],
 }
 
 

@@ -35,6 +35,28 @@ struct Stack {
   float norm_epsilon;
 };
 
+// What an adapter adds to one linear layer of the stack: its inputs times `down`, times `up` (arXiv:2106.09685).
+struct LowRank {
+  const float* down;  // [rank, inputs]
+  const float* up;    // Panels of 32 outputs in the order of the layer's: [panels, rank, 32].
+  int64_t rank;       // 0: nothing is added.
+};
+
+// The linear layers of a layer, in the order of StackLayer.
+enum LinearIndex { kQueryKeyValueLinear, kAttendedLinear, kGateUpLinear, kDownLinear, kNumLinears };
+
+struct LayerAdapter {
+  LowRank linears[kNumLinears];
+};
+
+// The adapters of a step's tokens.
+struct StepAdapters {
+  const LayerAdapter* layers;  // [adapters, layers]
+  const int32_t* slots;        // [num_tokens] The adapter of each token; -1: none.
+  int64_t num_layers;
+  int64_t max_rank;
+};
+
 struct StackStep {
   float* hidden;        // [num_tokens, hidden_size], changed in place.
   const float* cosines;  // [num_tokens, rotary_dim]
@@ -44,6 +66,7 @@ struct StackStep {
   int64_t first_layer;
   int64_t stop_layer;
   int64_t* phase_ns;  // [kNumPhases] Nanoseconds of this call are added; null: no profiling.
+  const StepAdapters* adapters;  // Null: no token has one.
 };
 
 namespace {
@@ -103,15 +126,17 @@ class StackRun {
     attended_.reset(new Left[tokens * query_size]);
     gated_.reset(new Left[tokens * stack.mlp_size]);
     partials_.reset(new float[num_partials]);
+    if (io.adapters != nullptr) lowered_.reset(new float[tokens * io.adapters->max_rank]);
   }
 
   void run() {
-    Phases phases((io_.stop_layer - io_.first_layer) * kPhasesPerLayer + 1);
+    const int64_t per_layer = kPhasesPerLayer + (io_.adapters == nullptr ? int64_t{0} : int64_t{kNumLinears});
+    Phases phases((io_.stop_layer - io_.first_layer) * per_layer + 1);
 #pragma omp parallel num_threads(step_.num_threads)
     {
       Worker worker(phases);
       PhaseClock clock(omp_get_thread_num() == 0 ? io_.phase_ns : nullptr);
-      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l], worker, clock);
+      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(l, worker, clock);
       if (io_.output != nullptr) {
         normalise<Type>(worker, stack_.last_norm, static_cast<Element*>(io_.output));
         clock.ends(kNorms);
@@ -136,21 +161,29 @@ class StackRun {
   }
 
   // Four linear layers, two norms, rotation and attention.
+  // Rows of `down` that one item multiplies with a token, so that a step of one token keeps all threads busy.
+  static constexpr int64_t kRanksPerItem = 8;
   static constexpr int64_t kPhasesPerLayer = 7 + TypeAttention::kNumPhases;
 
   // Called by all threads, like all functions below.
-  void layer(const StackLayer& layer, Worker& worker, PhaseClock& clock) const {
+  void layer(int64_t index, Worker& worker, PhaseClock& clock) const {
+    const StackLayer& layer = stack_.layers[index];
     const int64_t size = stack_.hidden_size, tokens = step_.num_tokens;
     float* hidden = io_.hidden;
-    const auto add_to_hidden = [hidden, size](int64_t row, int64_t column, const float* sums) {
-      float* to = hidden + row * size + column;
-      const int64_t count = std::min(kTileColumns, size - column);
-      for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
+    const auto add_to_hidden = [&](LinearIndex linear) {
+      return [this, index, linear, hidden, size](int64_t row, int64_t column, float* sums) {
+        add_low_rank(index, linear, row, column, sums);
+        float* to = hidden + row * size + column;
+        const int64_t count = std::min(kTileColumns, size - column);
+        for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
+      };
     };
     normalise<LeftOf<Type>>(worker, layer.input_norm, normed_.get());
     clock.ends(kNorms);
     const int64_t projected_size = layer.query_key_value.num_outputs;
-    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
+    lower(worker, index, kQueryKeyValueLinear, layer.query_key_value, normed_.get());
+    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, float* sums) {
+      add_low_rank(index, kQueryKeyValueLinear, row, column, sums);
       const int64_t count = std::min(kTileColumns, projected_size - column);
       std::copy(sums, sums + count, projected_.get() + row * projected_size + column);
     });
@@ -162,17 +195,62 @@ class StackRun {
                     partials_.get())
         .run(worker);
     clock.ends(kAttention);
-    linear<Type>(worker, layer.attended, attended_.get(), tokens, add_to_hidden);
+    lower(worker, index, kAttendedLinear, layer.attended, attended_.get());
+    linear<Type>(worker, layer.attended, attended_.get(), tokens, add_to_hidden(kAttendedLinear));
     clock.ends(kAttended);
     normalise<LeftOf<Type>>(worker, layer.attended_norm, normed_.get());
     clock.ends(kNorms);
-    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
+    lower(worker, index, kGateUpLinear, layer.gate_up, normed_.get());
+    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, float* sums) {
+      add_low_rank(index, kGateUpLinear, row, column, sums);
       const Floats gate = load_floats(sums), gated = gated_by_sigmoid<Type::kIsRough>(gate, gate);
       Type::store_left(gated_.get() + row * stack_.mlp_size + column / 2, gated * load_floats(sums + kLanes));
     });
     clock.ends(kGateUp);
-    linear<Type>(worker, layer.down, gated_.get(), tokens, add_to_hidden);
+    lower(worker, index, kDownLinear, layer.down, gated_.get());
+    linear<Type>(worker, layer.down, gated_.get(), tokens, add_to_hidden(kDownLinear));
     clock.ends(kDown);
+  }
+
+  // Returns what the token's adapter adds to a linear layer; null: nothing.
+  const LowRank* low_rank_of(int64_t layer, LinearIndex linear, int64_t token) const {
+    const StepAdapters& adapters = *io_.adapters;
+    if (adapters.slots[token] < 0) return nullptr;
+    const LowRank& found = adapters.layers[adapters.slots[token] * adapters.num_layers + layer].linears[linear];
+    return found.rank == 0 ? nullptr : &found;
+  }
+
+  // Multiplies the inputs of a linear layer with the `down` of each token's adapter. A phase, if any token has one.
+  void lower(Worker& worker, int64_t layer, LinearIndex linear, const Linear& of, const Left* inputs) const {
+    if (io_.adapters == nullptr) return;
+    const int64_t num_groups = (io_.adapters->max_rank + kRanksPerItem - 1) / kRanksPerItem;
+    const int64_t num_items = step_.num_tokens * num_groups;
+    worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
+      const int64_t token = item / num_groups, first = item % num_groups * kRanksPerItem;
+      const LowRank* low = low_rank_of(layer, linear, token);
+      if (low == nullptr) return;
+      const Left* input = inputs + token * of.num_inputs;
+      float* to = lowered_.get() + token * io_.adapters->max_rank;
+      const int64_t stop = std::min(low->rank, first + kRanksPerItem);
+      for (int64_t r = first; r < stop; ++r) {
+        const float* down = low->down + r * of.num_inputs;
+        Floats total{};
+        for (int64_t i = 0; i < of.num_inputs; i += kLanes) total += Type::load_left(input + i) * load_floats(down + i);
+        to[r] = sum_of_lanes(total);
+      }
+    });
+  }
+
+  // Adds the other half of the product to 32 sums of a linear layer.
+  void add_low_rank(int64_t layer, LinearIndex linear, int64_t token, int64_t column, float* sums) const {
+    if (io_.adapters == nullptr) return;
+    const LowRank* low = low_rank_of(layer, linear, token);
+    if (low == nullptr) return;
+    const float* lowered = lowered_.get() + token * io_.adapters->max_rank;
+    const float* up = low->up + column * low->rank;
+    for (int64_t r = 0; r < low->rank; ++r, up += kTileColumns) {
+      for (int64_t c = 0; c < kTileColumns; ++c) sums[c] += lowered[r] * up[c];
+    }
   }
 
   template <typename Out>
@@ -233,6 +311,8 @@ class StackRun {
   // Buffers for all tokens, uninitialised.
   std::unique_ptr<Left[]> normed_, queries_, attended_, gated_;
   std::unique_ptr<float[]> projected_, partials_;
+  // Products with the adapters' `down`, [num_tokens, max_rank].
+  std::unique_ptr<float[]> lowered_;
 };
 
 }  // namespace

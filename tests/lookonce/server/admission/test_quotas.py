@@ -56,17 +56,17 @@ def test_calls_at_a_time_are_bounded_for_each_tenant(registry: CollectorRegistry
 
 def test_several_answers_of_a_call_count_as_calls(registry: CollectorRegistry, clock: Clock) -> None:
     quotas = Quotas(Table("[default]\nmax_in_flight = 4"), registry, clock)
-    with quotas.admitted(A), quotas.more_in_flight(A, 2):
+    with quotas.admitted(A), quotas.more_in_flight(A, 2, "n"):
         assert admit(quotas, A) is None
         with quotas.admitted(A):
             assert admit(quotas, A) is not None
-            with pytest.raises(OverloadedError, match="4 calls are in flight"), quotas.more_in_flight(A, 1):
+            with pytest.raises(OverloadedError, match="4 calls are in flight"), quotas.more_in_flight(A, 1, "n"):
                 raise AssertionError
-        with quotas.admitted(B), quotas.more_in_flight(B, 3):
+        with quotas.admitted(B), quotas.more_in_flight(B, 3, "n"):
             pass
-    with quotas.admitted(A), quotas.more_in_flight(A, 3):
+    with quotas.admitted(A), quotas.more_in_flight(A, 3, "n"):
         pass
-    with pytest.raises(InvalidParameterError, match=r"sampling\.n: must be at most 4"), quotas.more_in_flight(A, 4):
+    with pytest.raises(InvalidParameterError, match=r"n: must be at most 4"), quotas.more_in_flight(A, 4, "n"):
         raise AssertionError
     assert admit(quotas, A) is None
 

@@ -1,0 +1,199 @@
+"""Adapters that operators load and unload while a decoder answers."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import AsyncIterator, Awaitable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from decoder_svc.settings import DecoderSettings
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderAdminServiceStub
+from lookonce.errors import ConfigurationError
+from tests.conftest import DEMO_MODEL
+from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
+from tests.decoder_svc.encoders import served
+from tests.lora_folders import lora_folder
+
+if TYPE_CHECKING:
+    from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderAdminServiceAsyncStub
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+# Of the server of the operators' calls.
+SETTINGS = DecoderSettings(model=DEMO_MODEL, encoder_target=None, drain_timeout_s=0.5)
+
+
+@pytest.fixture
+def folders(tmp_path: pathlib.Path) -> pathlib.Path:
+    for seed, name in enumerate(("one", "two")):
+        lora_folder(tmp_path / name, DEMO_MODEL, seed=seed)
+    return tmp_path
+
+
+@pytest.fixture(params=["thread", "process"])
+async def decoder(request: pytest.FixtureRequest, folders: pathlib.Path) -> AsyncIterator[RunningDecoder]:
+    settings: dict[str, Any] = {"adapters": f"first={folders / 'one'}", "adapters_folder": folders}
+    async with running_decoder(DEMO_MODEL, dtype="float32", engine=request.param, **settings) as decoder:
+        yield decoder
+
+
+@pytest.fixture
+async def admin(decoder: RunningDecoder) -> AsyncIterator[DecoderAdminServiceAsyncStub]:
+    async with (
+        served(SETTINGS, decoder.service.admin_entry()) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        yield DecoderAdminServiceStub(channel)
+
+
+async def answer(decoder: RunningDecoder, adapter: str) -> list[int]:
+    request = params("a red star", max_tokens=8, min_tokens=8, temperature=0.0)
+    request.adapter = adapter
+    return list((await decoder.stub.Generate(pb.GenerateRequest(params=request))).choices[0].token_ids)
+
+
+async def refused(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), str(caught.value.details())
+
+
+async def test_adapters_come_and_go(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub, folders: pathlib.Path
+) -> None:
+    base, first = await answer(decoder, ""), await answer(decoder, "first")
+    assert base != first
+    loaded = await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
+    assert list(loaded.adapters) == ["first", "two"]
+    second = await answer(decoder, "two")
+    assert second not in (base, first)
+    # The same content under another name: one stays when the other goes.
+    await admin.LoadAdapter(pb.LoadAdapterRequest(name="one"))
+    assert list((await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="first"))).adapters) == ["one", "two"]
+    assert await answer(decoder, "one") == first
+    assert list((await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="one"))).adapters) == ["two"]
+    gone = params("a red star")
+    gone.adapter = "one"
+    code, text = await refused(decoder.stub.Generate(pb.GenerateRequest(params=gone)))
+    assert (code, text) == (INVALID, "adapter: 'one' is not served; this server has two")
+    assert await answer(decoder, "two") == second
+    # Other content under the name that was there: the prefix cache must not know it.
+    lora_folder(folders / "one", DEMO_MODEL, seed=7)
+    await admin.LoadAdapter(pb.LoadAdapterRequest(name="one"))
+    assert await answer(decoder, "one") not in (base, first, second)
+    assert await answer(decoder, "two") == second
+    assert await answer(decoder, "") == base
+
+
+async def test_what_cannot_be_loaded_is_named(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub, folders: pathlib.Path
+) -> None:
+    (folders / "empty").mkdir()
+    lora_folder(folders / "other", DEMO_MODEL, seed=9, r=8)
+    (folders / "other" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
+    for name, expected in (
+        ("nowhere", "name: adapter nowhere: adapter_config.json is missing"),
+        ("../one", "name: the adapter name '../one' must be 1 to 64 characters"),
+        ("..", "name: the adapter name '..' must be"),
+        ("a" * 4096, "must be 1 to 64 characters"),
+        ("one\0", "must be 1 to 64 characters"),
+        ("", "must be 1 to 64 characters"),
+        ("empty", "name: adapter empty: adapter_config.json is missing"),
+        ("other", "they must be"),
+    ):
+        code, text = await refused(admin.LoadAdapter(pb.LoadAdapterRequest(name=name)))
+        assert code is INVALID
+        assert expected in text
+    lora_folder(folders / "first", DEMO_MODEL, seed=3)
+    code, text = await refused(admin.LoadAdapter(pb.LoadAdapterRequest(name="first")))
+    assert (code, text) == (INVALID, "name: first is served with another content; unload it first")
+    code, text = await refused(admin.UnloadAdapter(pb.UnloadAdapterRequest(name="nowhere")))
+    assert (code, text) == (INVALID, "name: 'nowhere' is not served")
+    assert (await answer(decoder, "first")) != (await answer(decoder, ""))
+
+
+async def test_an_adapter_goes_when_its_last_request_has_ended(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub
+) -> None:
+    request = params("a red star", max_tokens=1500, min_tokens=1500)
+    request.adapter = "first"
+    stream = decoder.stub.GenerateStream(pb.GenerateStreamRequest(params=request))
+    await anext(aiter(stream))
+    code, _ = await refused(admin.UnloadAdapter(pb.UnloadAdapterRequest(name="first"), timeout=0.2))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    # The call has ended first, so the adapter is served again.
+    while "first" not in (await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())).adapters:
+        await asyncio.sleep(0.01)
+    unloading = asyncio.ensure_future(admin.UnloadAdapter(pb.UnloadAdapterRequest(name="first")))
+    while "first" in (await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())).adapters:
+        await asyncio.sleep(0.01)
+    assert not unloading.done()
+    stream.cancel()
+    assert list((await unloading).adapters) == []
+    assert await answer(decoder, "")
+
+
+async def test_a_change_whose_call_ends_first_is_complete_or_undone(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub
+) -> None:
+    first, second = await answer(decoder, "first"), None
+    for pause_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1):
+        for call in (
+            admin.LoadAdapter(pb.LoadAdapterRequest(name="two")),
+            admin.UnloadAdapter(pb.UnloadAdapterRequest(name="first")),
+        ):
+            await asyncio.sleep(pause_s)
+            call.cancel()
+        await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
+        second = second or await answer(decoder, "two")
+        assert await answer(decoder, "two") == second != first
+        names = (await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())).adapters
+        if "first" in names:
+            assert await answer(decoder, "first") == first
+        else:
+            await admin.LoadAdapter(pb.LoadAdapterRequest(name="one"))
+            assert await answer(decoder, "one") == first
+            await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="one"))
+            return
+        await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="two"))
+
+
+async def test_requests_that_end_while_their_adapter_goes_spoil_no_batch(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub
+) -> None:
+    base, first = await answer(decoder, ""), await answer(decoder, "first")
+    await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
+    for _ in range(20):
+        request = params("a blue moon", max_tokens=1500, min_tokens=1500)
+        request.adapter = "two"
+        stream = decoder.stub.GenerateStream(pb.GenerateStreamRequest(params=request))
+        await anext(aiter(stream))
+        others = [asyncio.ensure_future(answer(decoder, name)) for name in ("", "first")]
+        unloading = asyncio.ensure_future(admin.UnloadAdapter(pb.UnloadAdapterRequest(name="two")))
+        await asyncio.sleep(0)
+        stream.cancel()
+        await unloading
+        assert await asyncio.gather(*others) == [base, first]
+        await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
+
+
+async def test_the_name_of_the_model_is_no_name_of_an_adapter(folders: pathlib.Path) -> None:
+    with pytest.raises(ConfigurationError, match="is the name of the base model"):
+        async with running_decoder(DEMO_MODEL, adapters=f"{DEMO_MODEL.name}={folders / 'one'}"):
+            pass
+
+
+async def test_without_a_folder_nothing_is_loaded() -> None:
+    async with running_decoder(DEMO_MODEL) as decoder:
+        assert list((await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())).adapters) == []
+        async with (
+            served(SETTINGS, decoder.service.admin_entry()) as target,
+            grpc.aio.insecure_channel(target) as channel,
+        ):
+            call = DecoderAdminServiceStub(channel).LoadAdapter(pb.LoadAdapterRequest(name="one"))
+            assert (await refused(call))[0] is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,88 @@
+"""LoRA adapters through the gateway: each is a model of its own."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import grpc.aio
+
+from decoder_svc.settings import DecoderSettings
+from lookonce import AsyncClient
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderAdminServiceStub
+from tests.conftest import DEMO_MODEL
+from tests.decoder_svc.decoders import running_decoder
+from tests.decoder_svc.encoders import served
+from tests.gateway_svc.gateways import Gateway, running_gateway
+from tests.lora_folders import lora_folder
+
+# Of the servers in front of the decoder's services.
+SERVED = DecoderSettings(model=DEMO_MODEL, encoder_target=None, drain_timeout_s=0.5)
+MESSAGES = [{"role": "user", "content": "What is red?"}]
+
+
+async def chat(gateway: Gateway, model: str) -> tuple[int, str]:
+    """Returns the status, and the text or the code of the error."""
+    body = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "min_tokens": 12}
+    status, answer = await gateway.post("/v1/chat/completions", json.dumps(body).encode())
+    found = json.loads(answer)
+    return status, str(found["choices"][0]["message"]["content"] if status == 200 else found["error"]["code"])
+
+
+async def test_adapters_are_models(tmp_path: pathlib.Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        lora_folder(tmp_path / name, DEMO_MODEL, seed=seed)
+    settings = {"dtype": "float32", "adapters": f"one={tmp_path / 'one'}", "adapters_folder": str(tmp_path)}
+    async with (
+        running_decoder(DEMO_MODEL, **settings) as decoder,
+        served(SERVED, decoder.service.entry()) as target,
+        served(SERVED, decoder.service.admin_entry()) as admin_target,
+        grpc.aio.insecure_channel(admin_target) as channel,
+        running_gateway(target) as gateway,
+        AsyncClient.connect(target) as client,
+    ):
+        admin = DecoderAdminServiceStub(channel)
+        base, first = (await gateway.client.models.list()).data
+        assert (first.id, first.model_dump()["parent"]) == ("one", base.id)
+        assert (await gateway.client.models.retrieve("one")).id == "one"
+
+        # Prompts of which nobody has the keys and values yet, and the same again.
+        for _ in range(2):
+            answers = {}
+            for name in (base.id, "one"):
+                adapter = None if name == base.id else name
+                expected = await client.generate(
+                    "What is red?", adapter=adapter, temperature=0, max_tokens=12, min_tokens=12
+                )
+                status, answers[name] = await chat(gateway, name)
+                assert (status, answers[name]) == (200, expected.text)
+            assert answers[base.id] != answers["one"]
+
+        echoed = {}
+        for name in (base.id, "one"):
+            completion = await gateway.client.completions.create(
+                model=name, prompt="A red star is in the picture", echo=True, logprobs=1, max_tokens=0
+            )
+            assert completion.model == name
+            logprobs = completion.choices[0].logprobs
+            assert logprobs is not None
+            assert logprobs.token_logprobs is not None
+            echoed[name] = logprobs.token_logprobs[1:]
+        assert len(echoed["one"]) > 2
+        assert echoed["one"] != echoed[base.id]
+
+        vectors = [
+            (await gateway.client.embeddings.create(model=name, input="A red star")).data[0].embedding
+            for name in (base.id, "one")
+        ]
+        assert max(abs(a - b) for a, b in zip(*vectors, strict=True)) > 1e-3
+
+        assert (await chat(gateway, "two"))[0] == 404
+        await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
+        status, second = await chat(gateway, "two")
+        assert status == 200
+        assert second not in answers.values()
+        await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="two"))
+        # The gateway still remembers the name.
+        assert await chat(gateway, "two") == (404, "model_not_found")
