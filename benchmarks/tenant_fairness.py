@@ -1,7 +1,8 @@
 """What does a tenant notice of another one that sends ten times its share? `--help` lists the options.
 
 One decoder for text, called through the SDK. A tenant keeps its share of the running batch busy, or sends one request
-after the other. It is measured alone and beside a second tenant with ten times as many requests as the share, in turn.
+after the other. It is measured alone, beside a second tenant that keeps to its share, and beside one with ten times as
+many requests, in turn. The first ratio is that of a full batch's steps, the second one that of the queue.
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One phase alone, one beside the other tenant, and one beside the same requests of the own tenant."""
+    """A phase alone, two beside the other tenant, and one beside the own tenant's requests, as many as the other's.
+
+    In `shared`, the other tenant keeps to its share.
+    """
 
     alone: Latencies
+    shared: Latencies
     beside: Latencies
     as_one: Latencies
 
-    def ratio(self, phase: str, name: str) -> float:
-        """Returns the 95th percentile of a time in a phase, by that alone."""
-        there, alone = (quantile(getattr(one, name), 0.95) for one in (getattr(self, phase), self.alone))
-        return there / alone
+    def ratio(self, name: str, phase: str, base: str = "alone") -> float:
+        """Returns the 95th percentile of a time in a phase, by that in another one."""
+        there, here = (quantile(getattr(getattr(self, each), name), 0.95) for each in (phase, base))
+        return there / here
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,9 @@ class Load:
 
     num_running: int = 16
     num_rounds: int = 5
-    # Requests of the measured tenant in one phase, for each that it has in flight.
-    num_each: int = 6
+    # Requests of the measured tenant in one phase, for each that it has in flight, and at least how many of all.
+    num_each: int = 4
+    num_least: int = 16
     num_tokens: int = 48
 
 
@@ -72,7 +78,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     load = Load(num_rounds=arguments.rounds)
     if arguments.quick:
-        arguments.model, load = "demo", Load(num_running=4, num_rounds=1, num_each=3, num_tokens=12)
+        arguments.model, load = "demo", Load(num_running=4, num_rounds=1, num_each=3, num_least=3, num_tokens=12)
     figures = asyncio.run(measure(arguments.model, load))
     report.publish(
         _NAME,
@@ -99,15 +105,15 @@ async def measure(model: str, load: Load) -> dict[int, list[Round]]:
                 figures[number] = []
                 for index in range(load.num_rounds):
                     phases = [await _phase(client, prompts, number, load)]
-                    for second in (other, client):
-                        flood = asyncio.create_task(_forever(second, prompts, _FLOOD * share, load))
+                    for second, times in ((other, 1), (other, _FLOOD), (client, _FLOOD)):
+                        flood = asyncio.create_task(_forever(second, prompts, times * share, load))
                         await asyncio.sleep(0.5)
                         phases.append(await _phase(client, prompts, number, load))
                         flood.cancel()
                         await asyncio.gather(flood, return_exceptions=True)
                     one = Round(*phases)
                     figures[number].append(one)
-                    ratios = [f"{one.ratio(phase, 'whole_s'):.2f}" for phase in ("beside", "as_one")]
+                    ratios = [f"{one.ratio('whole_s', phase):.2f}" for phase in ("shared", "beside", "as_one")]
                     print(f"{number} in flight, {index}: {ratios}", flush=True)
             return figures
 
@@ -122,7 +128,8 @@ async def _phase(client: AsyncClient, prompts: Sequence[str], number: int, load:
     upcoming = itertools.cycle(prompts)
 
     async def caller() -> list[tuple[float, float]]:
-        times = [await _ask(client, next(upcoming), load) for _ in range(load.num_each + 2 * _NUM_SETTLING)]
+        num_asked = max(load.num_each, load.num_least // number) + 2 * _NUM_SETTLING
+        times = [await _ask(client, next(upcoming), load) for _ in range(num_asked)]
         return times[_NUM_SETTLING:-_NUM_SETTLING]
 
     times = [one for each in await asyncio.gather(*(caller() for _ in range(number))) for one in each]
@@ -153,23 +160,24 @@ def section(model: str, load: Load, figures: dict[int, list[Round]]) -> str:
     rows = []
     for number, rounds in figures.items():
         for name, title in (("whole_s", "whole answer"), ("first_s", "first text")):
-            ratios = [one.ratio("beside", name) for one in rounds]
-            as_one = [one.ratio("as_one", name) for one in rounds]
+            compared = [
+                [one.ratio(name, phase, base) for one in rounds]
+                for phase, base in (("shared", "alone"), ("beside", "shared"), ("beside", "alone"), ("as_one", "alone"))
+            ]
             alone_s = statistics.median(quantile(getattr(one.alone, name), 0.95) for one in rounds)
             rows.append(
                 [
                     number,
                     title,
-                    f"{statistics.median(ratios):.2f}",
-                    f"{min(ratios):.2f} … {max(ratios):.2f}",
-                    f"{statistics.median(as_one):.2f}",
+                    *(f"{statistics.median(each):.2f} ({min(each):.2f} … {max(each):.2f})" for each in compared),
                     f"{alone_s * 1000:.0f} ms",
                 ]
             )
-    head = ["in flight", "time, P95", "beside ÷ alone", "spread", "as one tenant ÷ alone", "alone"]
+    head = ["in flight", "time, P95", "shared ÷ alone", "beside ÷ shared", "beside ÷ alone", "as one ÷ alone", "alone"]
     return (
-        f"## {_NAME}\n\nA tenant alone, and beside another one with {_FLOOD * load.num_running // 2} requests in "
-        "flight; then beside the same requests of its own, which is first come,\nfirst served. "
+        f"## {_NAME}\n\nA tenant alone; shared with another one that has {load.num_running // 2} requests in flight; "
+        f"beside one that has {_FLOOD * load.num_running // 2};\nthen beside as many of its own, which is first come, "
+        "first served. "
         f"Model `{model}`, {load.num_running} requests run at a time, {load.num_tokens} tokens out, "
         f"{load.num_rounds} rounds in turn.\n\n" + report.table(head, rows)
     )

@@ -19,7 +19,7 @@ _audit = get_logger("lookonce.audit")
 
 
 class DecoderAdminServicer(pb_grpc.DecoderAdminServiceServicer):
-    """Handlers of both RPCs."""
+    """The handlers ask `ServedAdapters`, and log who has asked."""
 
     def __init__(self, adapters: ServedAdapters) -> None:
         self._adapters = adapters

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from decoder_svc.engine.engine import Engine
-from lookonce.errors import ConfigurationError, InvalidParameterError, ModelFolderError, UnsupportedError
+from lookonce.errors import InvalidParameterError, ModelFolderError, UnsupportedError
 from lookonce.model.adapter_folder import AdapterFolder
+
+# Pause between two looks at the requests of an adapter that leaves, seconds.
+_PAUSE_S = 0.02
 
 
 class ServedAdapters:
     """Names of adapters, with the contents that the engine has. Use it from one event loop."""
 
     def __init__(self, engine: Engine, model: str, root: pathlib.Path | None) -> None:
-        """`model` is the base model's served name. Adapters are loaded from folders in `root`; None: from nowhere.
-
-        Raises ConfigurationError for an adapter with the name of the base model.
-        """
+        """`model` is the base model's served name. Adapters are loaded from folders in `root`; None: from nowhere."""
         self._engine = engine
         self._model = model
         self._root = root
         self._fingerprints = dict(engine.facts.adapters)
-        if model in self._fingerprints:
-            raise ConfigurationError(f"--adapters: {model} is the name of the base model; name the adapter otherwise")
-        # Live requests by the fingerprint of their adapter.
-        self._num_users: Counter[str] = Counter()
-        # Set when an adapter has no request any more.
-        self._is_unused = asyncio.Event()
+        # For each request of an adapter, by fingerprint: whether the engine may still have it.
+        self._users: defaultdict[str, dict[object, Callable[[], bool]]] = defaultdict(dict)
+        # Adapters that wait for their last requests.
+        self._leaving: set[str] = set()
         # One change comes after the other.
         self._changing = asyncio.Lock()
         # Changes that go on when their calls have ended.
@@ -39,12 +37,14 @@ class ServedAdapters:
 
     @property
     def names(self) -> list[str]:
-        """The names, sorted."""
+        """The names that requests may have, sorted."""
         return sorted(self._fingerprints)
 
     @contextmanager
-    def used(self, name: str) -> Iterator[str | None]:
-        """Yields the fingerprint of an adapter, which stays loaded in the block; None for the empty name.
+    def used(self, name: str, is_live: Callable[[], bool]) -> Iterator[str | None]:
+        """Yields the fingerprint of an adapter, which stays loaded in the block while `is_live`; None for no name.
+
+        A call may take long after the engine is done with it, because its reader is slow.
 
         Raises InvalidParameterError for a name that is not served.
         """
@@ -55,14 +55,14 @@ class ServedAdapters:
         if fingerprint is None:
             known = ", ".join(self.names) or "none"
             raise InvalidParameterError("adapter", f"{name[:64]!r} is not served; this server has {known}")
-        self._num_users[fingerprint] += 1
+        user = object()
+        self._users[fingerprint][user] = is_live
         try:
             yield fingerprint
         finally:
-            self._num_users[fingerprint] -= 1
-            if not self._num_users[fingerprint]:
-                del self._num_users[fingerprint]
-                self._is_unused.set()
+            del self._users[fingerprint][user]
+            if not self._users[fingerprint]:
+                del self._users[fingerprint]
 
     async def load(self, name: str) -> None:
         """Loads the adapter in the folder of this name, unless it is served with the same content.
@@ -73,7 +73,7 @@ class ServedAdapters:
         """
         if self._root is None:
             raise UnsupportedError("adapters are loaded by servers that were started with adapters_folder only")
-        await self._completed(self._load(name, self._root))
+        await asyncio.shield(self._started(self._load(name, self._root)))
 
     async def unload(self, name: str) -> None:
         """Refuses new requests for an adapter, waits for those that have it, and frees it.
@@ -81,25 +81,38 @@ class ServedAdapters:
         If the call ends while it waits, the adapter is served again. Raises InvalidParameterError for a name that is
         not served.
         """
-        async with self._changing:
-            fingerprint = self._fingerprints.pop(name, None)
-            if fingerprint is None:
-                raise InvalidParameterError("name", f"{name[:64]!r} is not served")
-            if fingerprint in self._fingerprints.values():
-                return
-            try:
-                while self._num_users[fingerprint]:
-                    self._is_unused.clear()
-                    await self._is_unused.wait()
-            except asyncio.CancelledError:
+        fingerprint = self._fingerprints.pop(name, None)
+        if fingerprint is None:
+            raise InvalidParameterError("name", f"{name[:64]!r} is not served")
+        self._leaving.add(name)
+        dropping: asyncio.Task[None] | None = None
+        try:
+            while True:
+                async with self._changing:
+                    if fingerprint in self._fingerprints.values():
+                        # The same content has another name.
+                        return
+                    if not self._is_used(fingerprint):
+                        dropping = self._started(self._engine.change_adapter(name, "", fingerprint))
+                        await asyncio.shield(dropping)
+                        return
+                await asyncio.sleep(_PAUSE_S)
+        except asyncio.CancelledError:
+            if dropping is None:
                 self._fingerprints[name] = fingerprint
-                raise
-            await self._completed(self._engine.change_adapter(name, "", fingerprint))
+            raise
+        finally:
+            self._leaving.discard(name)
+
+    def _is_used(self, fingerprint: str) -> bool:
+        return any(is_live() for is_live in self._users.get(fingerprint, {}).values())
 
     async def _load(self, name: str, root: pathlib.Path) -> None:
         if name == self._model:
             raise InvalidParameterError("name", f"{name} is the name of the base model")
         async with self._changing:
+            if name in self._leaving:
+                raise InvalidParameterError("name", f"{name} is being unloaded; call again when that has ended")
             try:
                 folder = await asyncio.to_thread(AdapterFolder.open, name, root / name)
                 served = self._fingerprints.get(name)
@@ -111,9 +124,9 @@ class ServedAdapters:
                 raise InvalidParameterError("name", error.message) from None
             self._fingerprints[name] = folder.fingerprint
 
-    async def _completed(self, change: Coroutine[Any, Any, None]) -> None:
-        """Waits for a change, which goes on if the waiting is cancelled. The engine takes changes in their order."""
+    def _started(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a change, which goes on if the call that waits for it ends. The engine takes them in their order."""
         task = asyncio.ensure_future(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
+        return task

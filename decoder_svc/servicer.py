@@ -124,7 +124,12 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 choice = response.choices[index]
                 parts[index].append(replace(increment, token_ids=(), logprobs=()))
                 choice.token_ids.extend(increment.token_ids)
-                choice.logprobs.extend(wire_response.token_logprobs(increment.logprobs))
+                if keeps_logprobs or number.are_ranked:
+                    choice.logprobs.extend(wire_response.token_logprobs(increment.logprobs))
+                for prompt in filter(None, (one.prompt for one in increment.logprobs)):
+                    caller = caller_of(self._tenant(), ticket.request_id)
+                    told = await self._threads.compute_text(caller, len(prompt), wire_response.prompt_logprobs, prompt)
+                    response.prompt_logprobs.extend(told)
                 if increment.finish_reason is not None:
                     wire_response.complete(choice, parts[index])
                     parts[index].clear()
@@ -141,6 +146,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         response = decoder_service_pb2.GenerateStreamResponse
         if _num_choices(request.params).are_ranked:
             raise InvalidParameterError("sampling.best_of", "is not for streams: the best answer is known at the end")
+        if request.params.sampling.HasField("prompt_logprobs"):
+            raise InvalidParameterError("sampling.prompt_logprobs", "is not for streams; use Generate")
         submitting = self._submitted(request.params, context)
         # Its images are copied from it, and an answer may take long.
         del request
@@ -317,7 +324,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             scope = wire_request.parse_cache_scope(params, tenant)
             scope = replace(
                 scope,
-                adapter=ticket.held.enter_context(self._adapters.used(params.adapter)),
+                adapter=ticket.held.enter_context(self._adapters.used(params.adapter, lambda: ticket.num_live > 0)),
                 bypass=scope.bypass or task.bypasses_prefix_cache,
             )
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope, tenant.tag)

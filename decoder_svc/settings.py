@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lookonce.errors import ConfigurationError
+from lookonce.model.adapter_folder import named_folders
 from lookonce.sdk.connection.target import checked_target
 from lookonce.server.settings import ServiceSettings
 
@@ -138,6 +139,25 @@ class DecoderSettings(ServiceSettings):
             return checked_target(value)
         except ConfigurationError as error:
             raise ValueError(error.message) from None
+
+    @field_validator("adapters_folder")
+    @classmethod
+    def _check_folder(cls, value: pathlib.Path | None) -> pathlib.Path | None:
+        if value is not None and not value.is_dir():
+            raise ValueError(f"{value} is no folder")
+        return value
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        try:
+            names = named_folders(self.adapters)
+        except ConfigurationError as error:
+            raise ValueError(f"adapters: {error.message}") from None
+        if self.model_name in names:
+            raise ValueError(f"adapters: {self.model_name} is the name of the base model; name the adapter otherwise")
+        if self.adapters_folder is not None and self.admin_listen is None:
+            raise ValueError("adapters_folder is for the calls on admin_listen; set that as well")
+        return self
 
     @model_validator(mode="after")
     def _check_encoder(self) -> Self:

@@ -44,7 +44,11 @@ class Generating:
 
     sampling: SamplingSpec
     number: NumChoices
-    bypasses_prefix_cache: bool = False
+
+    @property
+    def bypasses_prefix_cache(self) -> bool:
+        """Log probabilities of the prompt need the hidden state of every token."""
+        return self.sampling.prompt_logprobs is not None
 
     @property
     def num_answers(self) -> int:

@@ -159,6 +159,7 @@ def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
         best_of=stated.get("best_of"),
         ignore_eos=message.ignore_eos,
         logprobs=stated.get("logprobs"),
+        prompt_logprobs=stated.get("prompt_logprobs"),
         constraint=_constraint(message),
     )
 

@@ -94,6 +94,13 @@ def token_logprobs(positions: Sequence[TokenLogprobs]) -> list[decoder_service_p
     ]
 
 
+def prompt_logprobs(
+    positions: Sequence[Sequence[tuple[int, float]]],
+) -> list[decoder_service_pb2.TokenLogprobs]:
+    """Returns one message per token of a prompt but the first. Thousands of them take some 100 ms."""
+    return token_logprobs([TokenLogprobs(tuple(position)) for position in positions])
+
+
 def delta(increment: TextIncrement, index: int, token_index: int) -> decoder_service_pb2.StreamDelta:
     """Converts one increment of the choice `index`. `token_index` is the index of its first token in the answer."""
     return decoder_service_pb2.StreamDelta(

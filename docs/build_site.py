@@ -25,7 +25,7 @@ CHAPTERS = {
     "Run": [
         f"operations/{name}"
         for name in (
-            "README", "deploying", "new-model", "security", "cache-server", "forgetting", "tuning", "gpu",
+            "README", "deploying", "new-model", "security", "cache-server", "adapters", "forgetting", "tuning", "gpu",
             "observability", "slow-request", "runbook",
         )
     ],

@@ -86,8 +86,9 @@ class Backend:
             # Adapters come and go.
             info = await self.model_info(client, fresh=True)
         if name != info.model and name not in info.adapters:
+            known = " or ".join(map(repr, (info.model, *info.adapters)))
             raise UnknownModelError(
-                f"the model {name[:100]!r} is not served here; this is {info.model!r}", metadata={"field": "model"}
+                f"the model {name[:100]!r} is not served here; this is {known}", metadata={"field": "model"}
             )
         return info
 

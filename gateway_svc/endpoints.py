@@ -102,7 +102,7 @@ class Endpoints:
             except LookonceError as error:
                 if api.model != info.model and error.metadata.get("field") == "adapter":
                     raise UnknownModelError(
-                        f"the model {api.model[:100]!r} is not served here any more", metadata={"field": "model"}
+                        f"the model {api.model[:100]!r} is not served by this decoder", metadata={"field": "model"}
                     ) from None
                 raise api.renamed(error) from None
             return EventStream(_told(first, events, api), self._interruptions, api.failure, exits.pop_all())

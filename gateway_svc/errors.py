@@ -70,7 +70,9 @@ def status_of(error: LookonceError) -> int:
 def body_of(error: LookonceError) -> dict[str, Any]:
     """Returns the JSON that tells a client of an error, in OpenAI's form."""
     field = error.metadata.get("field")
-    # It may quote a value of the request that has half of a surrogate pair.
+    if field is not None:
+        field = field.encode(errors="replace").decode()
+    # Both may quote a text of the request that has half of a surrogate pair.
     text = error.message.encode(errors="replace").decode()
     message = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} …"
     described = {"message": message, "type": _entry(error)[1], "param": field, "code": error.reason}

@@ -107,7 +107,7 @@ Prompt: TypeAlias = "str | TextPrompt | TokenPrompt | Sequence[Message]"
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `score`, and of `generate` and `stream` as well. None is the default."""
+    """Keyword arguments of `score` and `embed`, and of `generate` and `stream` as well. None is the default."""
 
     # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
     request_id: str | None
@@ -147,6 +147,8 @@ class GenerateOptions(RequestOptions, total=False):
     ignore_eos: bool | None
     # Number of alternatives per token with their log-probabilities; 0 is the sampled token only.
     logprobs: int | None
+    # The same for each token of the prompt but the first. `generate` only.
+    prompt_logprobs: int | None
     # Structured output, at most one: a JSON schema, as text or as objects of Python; a regular expression; a grammar in
     # Lark's notation; any JSON object; or one of some texts.
     json_schema: str | Mapping[str, object] | None
@@ -182,7 +184,7 @@ class Usage:
     queue_time_s: float
     # Time from arrival to the first generated token.
     time_to_first_token_s: float
-    # Generated tokens that prompt lookup proposed and the model accepted.
+    # Generated tokens that cost no step of their own: from prompt lookup, a constraint, or continuations of `score`.
     accepted_draft_tokens: int = 0
 
 
@@ -223,6 +225,8 @@ class Generation:
     request_id: str
     # Per generated token (token id, natural-log probability), the sampled one first; empty unless asked for.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # The same for each token of the prompt but the first; empty unless asked for, and for tokens of images.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # The answers behind this one, if more than one was asked for. `usage` counts the prompt once and all their tokens.
     others: tuple[Choice, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()

@@ -50,10 +50,14 @@ class PreparedRequest:
     form: AnswerForm | None = None
 
     def choice(self, index: int) -> PreparedRequest:
-        """Returns the request for the answer with this index, which counts up the seed."""
-        if self.params.seed is None or index == 0:
+        """Returns the request for the answer with this index, which counts up the seed.
+
+        Only the first one gets the log probabilities of the prompt.
+        """
+        if index == 0:
             return self
-        return replace(self, params=replace(self.params, seed=(self.params.seed + index) % _NUM_SEEDS))
+        seed = None if self.params.seed is None else (self.params.seed + index) % _NUM_SEEDS
+        return replace(self, params=replace(self.params, seed=seed, prompt_logprobs=None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+# Most entries of log probabilities for a prompt: a response with them takes about 1.5 MB.
+MAX_PROMPT_LOGPROBS = 1 << 17
 # Longest text of a constraint. A grammar of this size is checked in about 50 ms.
 MAX_CONSTRAINT_CHARS = 128 * 1024
 
@@ -48,6 +50,7 @@ class SamplingSpec:
     best_of: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     # None: any text.
     constraint: Constraint | None = None
 
@@ -115,6 +118,9 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
         seed=spec.seed,
         constraint=spec.constraint,
         logprobs=_num_logprobs(spec, limits),
+        prompt_logprobs=None
+        if spec.prompt_logprobs is None
+        else _integer("prompt_logprobs", spec.prompt_logprobs, 0, limits.max_logprobs, 0),
     )
     if params.constraint is not None and not params.stop_token_ids:
         raise UnsupportedError("this model has no end-of-sequence token, which structured output needs")
@@ -150,8 +156,9 @@ def check_num_choices(number: int | None, best_of: int | None) -> NumChoices:
 
 def _num_logprobs(spec: SamplingSpec, limits: SamplingLimits) -> int | None:
     number = None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0)
-    # The best answers are found by the log probabilities of their tokens.
-    return 0 if number is None and check_num_choices(spec.n, spec.best_of).are_ranked else number
+    # The best answers are found by the log probabilities of their tokens, and those of the prompt come with the first.
+    is_needed = spec.prompt_logprobs is not None or check_num_choices(spec.n, spec.best_of).are_ranked
+    return 0 if number is None and is_needed else number
 
 
 def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:
@@ -166,6 +173,14 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
         raise ContextTooLongError(
             f"{num_prompt_tokens} prompt tokens plus {wanted} to generate are over the context of {max_context_tokens}"
         )
+    if params.prompt_logprobs is not None:
+        num_entries = num_prompt_tokens * (1 + params.prompt_logprobs)
+        if num_entries > MAX_PROMPT_LOGPROBS:
+            raise InvalidParameterError(
+                "sampling.prompt_logprobs",
+                f"{num_prompt_tokens} prompt tokens with {params.prompt_logprobs} others each are {num_entries} "
+                f"entries, the limit is {MAX_PROMPT_LOGPROBS}",
+            )
     return replace(params, max_tokens=min(params.max_tokens, num_free))
 
 

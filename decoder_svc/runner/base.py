@@ -39,6 +39,7 @@ from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
+from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
@@ -333,7 +334,8 @@ class ModelRunnerBase(ABC):
             self.adapters.begin_step(chunks, [self.batch[chunk.request_id].adapter for chunk in chunks])
         has_adapters = self.adapters is not None and bool(self.adapters.tokens)
         # Graphs keep no hidden states, and know no adapters.
-        keeps_hidden = wants_hidden_states(chunks, self.batch)
+        describes_prompts = wants_prompt_logprobs(chunks, self.batch)
+        keeps_hidden = describes_prompts or wants_hidden_states(chunks, self.batch)
         decoded = None if keeps_hidden or has_adapters else self._replayed(flat, chunks)
         embeddings: dict[RequestId, Tensor] = {}
         if decoded is not None:
@@ -344,7 +346,10 @@ class ModelRunnerBase(ABC):
             with self.hidden_states.keeping() if keeps_hidden else nullcontext():
                 logits = self._forward(inputs, embedded)
             if keeps_hidden:
-                embeddings = pooled(self.hidden_states.take(), chunks, self.batch)
+                hidden = self.hidden_states.take()
+                embeddings = pooled(hidden, chunks, self.batch)
+                if describes_prompts:
+                    note_prompt_logprobs(hidden, chunks, self.batch, self.language.logits_of)
         if rows:
             sample = self.sampler.launch(logits, sample_rows(rows, masks()), likeliest)
             step.add(sample, flat.sampled_ids, rows, embeddings)

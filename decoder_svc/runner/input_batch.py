@@ -70,6 +70,8 @@ class RequestRow:
         self.unknown_place: int | None = None
         # Sum of the hidden states of the prompt so far, float64; None: nothing is summed up.
         self.hidden_sum: Tensor | None = None
+        # Log probabilities of the prompt's tokens so far, by their places.
+        self.prompt_logprobs: dict[int, tuple[tuple[int, float], ...]] = {}
         # Number of tokens that turned out to be other ones than the step behind them had read.
         self.num_corrections = 0
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
@@ -80,6 +82,16 @@ class RequestRow:
         positions = admitted.positions
         self._prompt_positions = None if positions is None else np.asarray(positions.axes, dtype=np.int64)
         self._position_delta = 0 if positions is None else positions.delta
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there are generated tokens."""
+        return self.num_tokens > self.num_prompt_tokens
+
+    def take_prompt_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Returns the log probabilities of all tokens of the prompt but the first, and forgets them."""
+        found, self.prompt_logprobs = self.prompt_logprobs, {}
+        return tuple(found.get(place, ()) for place in range(1, self.num_prompt_tokens)) if found else ()
 
     @property
     def token_ids(self) -> IntArray:

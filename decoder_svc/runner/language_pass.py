@@ -17,6 +17,22 @@ from decoder_svc.runner.step_metadata import recorded_metadata
 from lookonce.model.half_model import text_child
 
 
+@dataclass(frozen=True)
+class _Computed:
+    """The output of a base model as the wrappers of all families read it."""
+
+    # [1, num_tokens, hidden_size]
+    last_hidden_state: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        """Caches, hidden states of other layers and features of images are not there."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 @dataclass(frozen=True, slots=True)
 class LanguagePass:
     """A model with its attention backend. Positions are `[num_axes, num_tokens]` everywhere."""
@@ -50,6 +66,17 @@ class LanguagePass:
         kept = {} if sampled is None else {"logits_to_keep": sampled}
         # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
         logits: Tensor = self.model(**self._arguments(embeddings, positions), **kept).logits[0]
+        return logits
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of last hidden states `[num_rows, hidden_size]`, as `logits` computes them."""
+        base = self.model.model
+        # The whole wrapper is called, for the reason above. Its base model stands in for what is computed already.
+        base.forward = lambda *_, **__: _Computed(hidden[None])
+        try:
+            logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        finally:
+            del base.forward
         return logits
 
     def logits_with_levels(

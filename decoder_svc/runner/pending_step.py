@@ -45,6 +45,15 @@ class _PendingTokens:
     num_corrections: int
     # The embedding of the prompt, float32 [hidden_size]; None: it is not asked for.
     embedding: Tensor | None = None
+    # Log probabilities of the prompt's tokens; empty: they are not asked for.
+    prompt: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    def described(self, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
+        """Returns the log probabilities of the first token, with what the prompt gave."""
+        if self.embedding is None and not self.prompt:
+            return logprobs
+        embedding = () if self.embedding is None else tuple(self.embedding.tolist())
+        return TokenLogprobs(() if logprobs is None else logprobs.top, embedding, self.prompt)
 
 
 class PendingStep:
@@ -74,9 +83,10 @@ class PendingStep:
         """
         pending = []
         for request_id, row in zip(request_ids, rows, strict=True):
+            prompt = row.take_prompt_logprobs()
             index = None if row.draft_ids else row.expect(self._num_sampled)
             embedding = None if embeddings is None else embeddings.get(request_id)
-            pending.append(_PendingTokens(request_id, row, index, row.num_corrections, embedding))
+            pending.append(_PendingTokens(request_id, row, index, row.num_corrections, embedding, prompt))
             self._num_sampled += 1 + len(row.draft_ids)
             self.may_run_ahead &= index is not None
         self.may_run_ahead &= sample.may_run_ahead
@@ -101,15 +111,20 @@ def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[Sam
         stop += 1 + len(row.draft_ids)
         if each.index is None:
             taken = range(first, first + row.accept(token_ids[first:stop]))
-            tokens += [SampledToken(each.request_id, token_ids[place], logprobs[place]) for place in taken]
+            tokens += [
+                SampledToken(
+                    each.request_id,
+                    token_ids[place],
+                    each.described(logprobs[place]) if place == first else logprobs[place],
+                )
+                for place in taken
+            ]
         elif each.num_corrections == row.num_corrections:
             is_corrected = False
             if first in repeated:
                 is_corrected = row.correct(each.index, token_ids[first])
             else:
                 row.learn(each.index, token_ids[first])
-            described = logprobs[first]
-            if each.embedding is not None:
-                described = TokenLogprobs(() if described is None else described.top, tuple(each.embedding.tolist()))
+            described = each.described(logprobs[first])
             tokens.append(SampledToken(each.request_id, token_ids[first], described, is_corrected))
     return tokens

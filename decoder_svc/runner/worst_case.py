@@ -59,10 +59,12 @@ def worst_case_step(
     num_others = min(worst.num_requests, worst.num_tokens) - 1
     num_drafts = min(worst.num_draft_tokens, (worst.num_tokens - 1) // num_others - 1) if num_others else 0
     num_tokens = min(worst.num_tokens - num_others * (1 + num_drafts), worst.context_tokens)
-    start = worst.context_tokens - num_tokens
+    # A prompt whose tokens all see each other is never split, so it is computed from its first token on.
+    context_tokens = num_tokens if mask is Mask.PROMPT else worst.context_tokens
+    start = context_tokens - num_tokens
     images = _images(worst, start)
-    spans = _mutual_spans(mask, images, worst.context_tokens)
-    longest = _admitted("longest", worst.context_tokens, images, 0, spans)
+    spans = _mutual_spans(mask, images, context_tokens)
+    longest = _admitted("longest", context_tokens, images, 0, spans)
     others = [_admitted(f"other-{index}", 1, (), num_drafts) for index in range(num_others)]
     parts = [(longest, start, num_tokens, 0), *((other, 0, 1 + num_drafts, num_drafts) for other in others)]
     chunks = tuple(_chunk(*part, block_size, window) for part in parts)

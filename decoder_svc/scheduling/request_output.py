@@ -32,12 +32,15 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities (natural logarithm) at one generated position, and the prompt's embedding at the first one."""
+    """Log probabilities (natural logarithm) at one generated position. The first has what the prompt gave as well."""
 
     # (token id, log probability), the sampled token first.
     top: tuple[tuple[int, float], ...]
     # The pooled hidden state of the prompt; empty unless asked for.
     embedding: tuple[float, ...] = ()
+    # The same as `top` for each token of the prompt but the first, with nothing for those of images; empty unless asked
+    # for.
+    prompt: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class SamplingParams:
     seed: int | None = None
     # Alternatives reported per generated token. 0: only the sampled token. None: no log probabilities.
     logprobs: int | None = None
+    # The same for each token of the prompt but the first.
+    prompt_logprobs: int | None = None
     # None: any text.
     constraint: Constraint | None = None
     # The hidden states that come with the first token; None: none.

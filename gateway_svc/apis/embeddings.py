@@ -29,7 +29,7 @@ from lookonce.generation import GenerateOptions, Pooling, TextPrompt, TokenPromp
 from lookonce.images import ImageRef
 
 EMBEDDING_FIELDS: Mapping[str, Field] = {
-    "model": Field("honoured", "The served name; any other one is `model_not_found`."),
+    "model": Field("honoured", "The served name or an adapter's; any other one is `model_not_found`."),
     "input": Field(
         "honoured",
         "A text or a list of token ids of this model, or a list of up to 2,048 of these. Texts are taken as they are, "
@@ -88,7 +88,7 @@ class EmbeddingRequest:
             inputs=inputs,
             is_list=is_list,
             turns=turns,
-            form=VectorForm(cast(Pooling, pooling or _POOLINGS[0]), encoding == "base64"),
+            form=VectorForm(pooling or _POOLINGS[0], encoding == "base64"),
             options=cast(GenerateOptions, {name: value for name, value in options.items() if value is not None}),
         )
 

@@ -51,17 +51,17 @@ async def vectors(
 ) -> list[Vector]:
     """Returns the embedding of each prompt. If one fails, the others end and its error is raised.
 
-    `placed` names the input in an error. Once a decoder has answered, it is asked again for inputs that it had no room
-    for; so a quota slows a list down and does not refuse it.
+    `placed` names the input in an error. If a decoder has answered, or has other inputs of the list, it is asked again
+    for those that it had no room for; so a quota slows a list down and does not refuse it.
     """
     asking = _Asking(ask, form, context, placed)
     return await gathered(asking.one(index) for index in range(ask.num_answers))
 
 
 def placed_in(error: LookonceError, names: dict[str, str], place: str) -> LookonceError:
-    """Returns a decoder's error with the caller's name of the field, or with the place of the whole input."""
+    """Returns a decoder's error with the caller's name of the field, or without one, with the place of the input."""
     found = renamed(error, names)
-    if found is not error or not isinstance(error, InvalidInputError) or error.text_is_foreign:
+    if "field" in found.metadata or not isinstance(error, InvalidInputError) or error.text_is_foreign:
         return found
     named = LookonceError(f"{place}: {error.message}", metadata={**error.metadata, "field": place})
     named.code, named.reason, named.retry_after_s = error.code, error.reason, error.retry_after_s
@@ -80,6 +80,8 @@ class _Asking:
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._deadline_s = time.monotonic() + context.timeout_s
         self._num_done = 0
+        # Calls that the decoder has now.
+        self._num_asked = 0
 
     async def one(self, index: int) -> Vector:
         """Returns the embedding of one prompt."""
@@ -96,17 +98,21 @@ class _Asking:
             if remaining_s <= 0:
                 raise DeadlineError(_TOO_LATE)
             options = cast(RequestOptions, self._ask.options_of(index, self._context.request_id, remaining_s))
+            self._num_asked += 1
             try:
                 return await self._client.embed(self._ask.prompt_of(index), pooling=self._form.pooling, **options)
             except (OverloadedError, UnavailableError) as error:
-                pause_s = max(error.retry_after_s or 0.0, _LEAST_PAUSE_S) * random.uniform(1.0, 1.5)
-                if not self._num_done:
-                    raise
-                if time.monotonic() + pause_s >= self._deadline_s:
-                    raise DeadlineError(_TOO_LATE) from None
-                # Its place stays taken, so fewer are asked for at the same time.
-                await asyncio.sleep(pause_s)
+                refusal = error
             except DeadlineError:
                 raise DeadlineError(_TOO_LATE) from None
             except LookonceError as error:
                 raise self._placed(error, index) from None
+            finally:
+                self._num_asked -= 1
+            if not self._num_done and not self._num_asked:
+                raise refusal
+            pause_s = max(refusal.retry_after_s or 0.0, _LEAST_PAUSE_S) * random.uniform(1.0, 1.5)
+            if time.monotonic() + pause_s >= self._deadline_s:
+                raise DeadlineError(_TOO_LATE)
+            # Its place stays taken, so fewer are asked for at the same time.
+            await asyncio.sleep(pause_s)

@@ -20,6 +20,8 @@ from lookonce.admin.messages import (
     selections,
 )
 from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb
+from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_pb_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
@@ -32,7 +34,7 @@ from lookonce.sdk.in_threads import readers, run_until
 
 
 class AsyncAdminClient:
-    """A connection to the operators' calls of one encoder (its `admin_listen`).
+    """A connection to the operators' calls of one server (its `admin_listen`).
 
     It belongs to the event loop of its first call, and may be made before there is one.
     Arguments, results and errors are those of `lookonce.AdminClient`. Reads and hashes files in threads.
@@ -66,6 +68,28 @@ class AsyncAdminClient:
         self._calls.check_open()
         stub: pb_grpc.EncoderAdminServiceAsyncStub = pb_grpc.EncoderAdminServiceStub(self._channel.opened())
         return stub
+
+    @property
+    def _decoder(self) -> decoder_pb_grpc.DecoderAdminServiceAsyncStub:
+        self._calls.check_open()
+        stub: decoder_pb_grpc.DecoderAdminServiceAsyncStub = decoder_pb_grpc.DecoderAdminServiceStub(
+            self._channel.opened()
+        )
+        return stub
+
+    async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> list[str]:
+        """Loads a LoRA adapter into a decoder; see `lookonce.AdminClient.load_adapter`."""
+        with tracing.calling("admin.load_adapter"):
+            request = decoder_pb.LoadAdapterRequest(name=name)
+            deadline = self._calls.deadline(timeout_s)
+            return list((await self._calls.unary(self._decoder.LoadAdapter, request, deadline)).adapters)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> list[str]:
+        """Frees an adapter of a decoder; see `lookonce.AdminClient.unload_adapter`."""
+        with tracing.calling("admin.unload_adapter"):
+            request = decoder_pb.UnloadAdapterRequest(name=name)
+            deadline = self._calls.deadline(timeout_s)
+            return list((await self._calls.unary(self._decoder.UnloadAdapter, request, deadline)).adapters)
 
     async def evict(
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None

@@ -20,6 +20,8 @@ from lookonce.admin.messages import (
     selections,
 )
 from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb
+from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_pb_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
@@ -31,13 +33,15 @@ from lookonce.sdk.connections import open_channel
 
 
 class AdminClient:
-    """A connection to the operators' calls of one encoder (its `admin_listen`). Thread-safe.
+    """A connection to the operators' calls of one server (its `admin_listen`). Thread-safe.
+
+    Calls about images are an encoder's, those about adapters a decoder's.
 
     Images are references, bytes, or paths of files; only their digests are sent. `tenant` is the owner of the images;
     empty: the default tenant. `timeout_s` is the deadline of a call, seconds; None: the client's default.
 
     Every method raises UnauthenticatedError without an accepted token; PermissionDeniedError for a token without the
-    role operator; UnavailableError if the encoder or the shared cache does not answer, or changes its primary: call
+    role operator; UnavailableError if the server or the shared cache does not answer, or changes its primary: call
     again; CacheAccessError if the shared cache refuses the encoder's user a command: calling again does not help;
     DeadlineError; and UnsupportedError if the target does not serve operators' calls.
     """
@@ -47,6 +51,7 @@ class AdminClient:
         self._calls = SyncCalls(options)
         self._channel = open_channel(target, None, options)
         self._stub: pb_grpc.EncoderAdminServiceStub = pb_grpc.EncoderAdminServiceStub(self._channel)
+        self._decoder: decoder_pb_grpc.DecoderAdminServiceStub = decoder_pb_grpc.DecoderAdminServiceStub(self._channel)
 
     @classmethod
     def connect(
@@ -62,7 +67,8 @@ class AdminClient:
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if the encoder is not reached.
 
-        `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
+        `target` is the host:port of a server's `admin_listen`; any encoder of a fleet will do for images, and each
+        decoder is told of adapters. `token` needs the role
         operator. The other arguments are those of `lookonce.Client.connect`.
         """
         options = connection_options(
@@ -154,6 +160,26 @@ class AdminClient:
         with tracing.calling("admin.stats"):
             request = pb.GetCacheStatsRequest()
             return cache_stats(self._calls.unary(self._stub.GetCacheStats, request, self._calls.deadline(timeout_s)))
+
+    def load_adapter(self, name: str, *, timeout_s: float | None = None) -> list[str]:
+        """Loads the LoRA adapter in the folder `name` of the decoder's `adapters_folder`. Returns all that are served.
+
+        Raises InvalidParameterError for an adapter that cannot be served, and if the name has another content there.
+        """
+        with tracing.calling("admin.load_adapter"):
+            request = decoder_pb.LoadAdapterRequest(name=name)
+            deadline = self._calls.deadline(timeout_s)
+            return list(self._calls.unary(self._decoder.LoadAdapter, request, deadline).adapters)
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> list[str]:
+        """Frees an adapter when its last request has ended. Returns all that are served then.
+
+        Raises InvalidParameterError for a name that is not served. If the call ends first, the adapter is served again.
+        """
+        with tracing.calling("admin.unload_adapter"):
+            request = decoder_pb.UnloadAdapterRequest(name=name)
+            deadline = self._calls.deadline(timeout_s)
+            return list(self._calls.unary(self._decoder.UnloadAdapter, request, deadline).adapters)
 
     def close(self) -> None:
         """Closes the channel. Calls in flight end with AbortedError; so do later calls."""

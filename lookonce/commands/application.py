@@ -14,7 +14,7 @@ from typing import Never
 import typer
 from rich.markup import escape
 
-from lookonce.commands import cache, encode, machine, top
+from lookonce.commands import adapters, cache, encode, machine, top
 from lookonce.commands.asking import chat, generate
 from lookonce.commands.bench import command
 from lookonce.commands.output import complain, err, harmless
@@ -43,6 +43,10 @@ cache_app = typer.Typer(help="See and change what the caches hold, as an operato
 for operation in (cache.stats, cache.evict, cache.pin, cache.unpin):
     cache_app.command()(operation)
 app.add_typer(cache_app, name="cache")
+adapters_app = typer.Typer(help="Load and unload a decoder's LoRA adapters, as an operator.", no_args_is_help=True)
+adapters_app.command()(adapters.load)
+adapters_app.command()(adapters.unload)
+app.add_typer(adapters_app, name="adapters")
 config_app = typer.Typer(help="See the settings of a service.", no_args_is_help=True)
 config_app.command("show", context_settings=config.RAW_ARGUMENTS)(config.show)
 app.add_typer(config_app, name="config")

@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import pathlib
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,7 +23,17 @@ ValueT = TypeVar("ValueT")
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}")
+_WRONG_NAME = "the adapter name {!r} must be 1 to 64 characters of [A-Za-z0-9._-]"
 _MAX_RANK = 512
+_MAX_ALPHA = 1e6
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_WEIGHTS_BYTES = 16 << 30
+_MAX_PATTERNS = 1024
+# Regular expressions that end soon on any name: few repetitions, and none of a group.
+_PATTERN = re.compile(r"[A-Za-z0-9_.\\^$|()\[\]*+?-]{1,200}")
+_REPETITION = re.compile(r"[*+?]")
+_REPEATED_GROUP = re.compile(r"\)[*+?]")
+_MAX_REPETITIONS = 2
 _READ_BYTES = 1 << 20
 # Settings that change results and are not served, with their neutral values beside null.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
@@ -78,8 +90,8 @@ class AdapterFolder:
     def open(cls, name: str, path: pathlib.Path) -> AdapterFolder:
         """Checks the folder. Raises ModelFolderError with the problem."""
         if not _NAME.fullmatch(name):
-            raise ModelFolderError(f"the adapter name {name[:100]!r} must be 1 to 64 characters of [A-Za-z0-9._-]")
-        content = b"".join(_pieces(name, path / _CONFIG_FILE))
+            raise ModelFolderError(_WRONG_NAME.format(name[:100]))
+        content = b"".join(_pieces(name, path / _CONFIG_FILE, _MAX_CONFIG_BYTES))
         config = _parsed(name, content)
         _check(name, config)
         return cls(
@@ -96,7 +108,7 @@ class AdapterFolder:
                 for pattern, alpha in _object(name, config, "alpha_pattern").items()
             },
             config=content,
-            fingerprint=_fingerprint(content, _pieces(name, path / _WEIGHTS_FILE)),
+            fingerprint=_fingerprint(content, _pieces(name, path / _WEIGHTS_FILE, _MAX_WEIGHTS_BYTES)),
         )
 
     def read_weights(self) -> bytes:
@@ -104,7 +116,7 @@ class AdapterFolder:
 
         Raises ModelFolderError if it cannot be read, or has changed since the folder was opened.
         """
-        weights = b"".join(_pieces(self.name, self.path / _WEIGHTS_FILE))
+        weights = b"".join(_pieces(self.name, self.path / _WEIGHTS_FILE, _MAX_WEIGHTS_BYTES))
         if _fingerprint(self.config, [weights]) != self.fingerprint:
             raise ModelFolderError(f"adapter {self.name}: {_WEIGHTS_FILE} has changed while it was loaded; try again")
         return weights
@@ -119,21 +131,27 @@ class AdapterFolder:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
-def open_adapters(text: str) -> tuple[AdapterFolder, ...]:
-    """Opens the adapters of a setting, `NAME=FOLDER` separated by commas.
+def named_folders(text: str) -> dict[str, pathlib.Path]:
+    """Returns the folders of a setting, `NAME=FOLDER` separated by commas, by the names of their adapters.
 
-    Raises ConfigurationError for another form and for a name that is there twice, and ModelFolderError for a folder
-    that cannot be served.
+    Raises ConfigurationError for another form, for a name that no adapter can have, and for one that is there twice.
     """
-    found: dict[str, AdapterFolder] = {}
+    found: dict[str, pathlib.Path] = {}
     for each in filter(None, (one.strip() for one in text.split(","))):
         name, separator, folder = each.partition("=")
         if not separator or not folder:
-            raise ConfigurationError(f"--adapters: {each[:200]!r} must be NAME=FOLDER")
+            raise ConfigurationError(f"{each[:200]!r} must be NAME=FOLDER")
+        if not _NAME.fullmatch(name):
+            raise ConfigurationError(_WRONG_NAME.format(name[:100]))
         if name in found:
-            raise ConfigurationError(f"--adapters: {name} is there twice")
-        found[name] = AdapterFolder.open(name, pathlib.Path(folder).expanduser())
-    return tuple(found.values())
+            raise ConfigurationError(f"{name} is there twice")
+        found[name] = pathlib.Path(folder).expanduser()
+    return found
+
+
+def open_adapters(text: str) -> tuple[AdapterFolder, ...]:
+    """Opens the adapters of a setting that `named_folders` accepts. Raises ModelFolderError for one that fails."""
+    return tuple(AdapterFolder.open(name, folder) for name, folder in named_folders(text).items())
 
 
 def _parsed(name: str, content: bytes) -> dict[str, Any]:
@@ -154,9 +172,12 @@ def _check(name: str, config: Mapping[str, Any]) -> None:
         if value is None or key in _WITHOUT_EFFECT:
             continue
         if key not in _UNSERVED:
-            raise ModelFolderError(f"adapter {name}: the setting {key[:100]} of {_CONFIG_FILE} is not known here")
+            raise ModelFolderError(f"adapter {name}: the setting {key[:100]!r} of {_CONFIG_FILE} is not known here")
         if value not in _UNSERVED[key]:
-            raise ModelFolderError(f"adapter {name}: {key} is set in {_CONFIG_FILE}, which is not served")
+            raise ModelFolderError(
+                f"adapter {name}: {key} is {str(value)[:100]!r} in {_CONFIG_FILE}, and such adapters are not served; "
+                "train it without, or merge it into a model of its own"
+            )
     if not isinstance(config.get("use_rslora"), bool | None):
         raise ModelFolderError(f"adapter {name}: use_rslora must be true or false")
 
@@ -168,8 +189,8 @@ def _rank(name: str, value: object) -> int:
 
 
 def _number(name: str, key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ModelFolderError(f"adapter {name}: {key} must be a number, not {str(value)[:100]}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _MAX_ALPHA:
+        raise ModelFolderError(f"adapter {name}: {key} must be a number up to {_MAX_ALPHA:g}, not {str(value)[:100]!r}")
     return float(value)
 
 
@@ -177,27 +198,53 @@ def _object(name: str, config: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise ModelFolderError(f"adapter {name}: {key} must be an object")
+    if len(value) > _MAX_PATTERNS:
+        raise ModelFolderError(f"adapter {name}: {key} has {len(value)} patterns, the limit is {_MAX_PATTERNS}")
+    for pattern in value:
+        _check_pattern(name, pattern)
     return value
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    """Raises ModelFolderError for a pattern that is no regular expression, or that could take for ever."""
+    is_bounded = _PATTERN.fullmatch(pattern) and not _REPEATED_GROUP.search(pattern)
+    if not is_bounded or len(_REPETITION.findall(pattern)) > _MAX_REPETITIONS:
+        raise ModelFolderError(
+            f"adapter {name}: the pattern {pattern[:100]!r} of {_CONFIG_FILE} is not served; a pattern has names, dots "
+            f"and at most {_MAX_REPETITIONS} repetitions, such as .*"
+        )
+    try:
+        re.compile(pattern)
+    except re.error:
+        raise ModelFolderError(
+            f"adapter {name}: the pattern {pattern[:100]!r} of {_CONFIG_FILE} is no regular expression"
+        ) from None
 
 
 def _exception(module: str, patterns: Mapping[str, ValueT], default: ValueT) -> ValueT:
     """Returns the value of the first pattern for a module, as PEFT looks it up."""
     for pattern, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error:
-            raise ModelFolderError(
-                f"the pattern {pattern[:100]!r} of {_CONFIG_FILE} is no regular expression"
-            ) from None
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
     return default
 
 
-def _pieces(name: str, file: pathlib.Path) -> Iterator[bytes]:
-    """Yields a file's content. Raises ModelFolderError without the path, which a remote caller must not see."""
+def _pieces(name: str, file: pathlib.Path, max_bytes: int) -> Iterator[bytes]:
+    """Yields a file's content. Raises ModelFolderError without the path, which a remote caller must not see.
+
+    Something else than a regular file could block for ever, or have no end.
+    """
     try:
-        with file.open("rb") as stream:
-            while piece := stream.read(_READ_BYTES):
+        # Opening a pipe does not wait for its writer.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+            about = os.fstat(stream.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ModelFolderError(f"adapter {name}: {file.name} is no regular file")
+            if about.st_size > max_bytes:
+                raise ModelFolderError(f"adapter {name}: {file.name} has more than {max_bytes} bytes")
+            num_left = max_bytes
+            while num_left and (piece := stream.read(min(num_left, _READ_BYTES))):
+                num_left -= len(piece)
                 yield piece
     except FileNotFoundError:
         raise ModelFolderError(

@@ -132,6 +132,7 @@ def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
         usage=usage_of(response.usage),
         request_id=response.request_id,
         logprobs=first.logprobs,
+        prompt_logprobs=tuple(_logprobs(response.prompt_logprobs)),
         others=tuple(others),
         tool_calls=first.tool_calls,
         reasoning=first.reasoning,

@@ -305,6 +305,8 @@ def _as_turn(message: object) -> _Turn:
 
 
 def _wrong_prompt(given: object) -> InvalidParameterError:
+    if isinstance(given, list | tuple) and given:
+        return InvalidParameterError("prompt", f"is a list of {type(given[0]).__name__}; a chat is a list of Message")
     return InvalidParameterError(
         "prompt", f"must be a str, a TextPrompt, a TokenPrompt or a list of Message, not {type(given).__name__}"
     )

@@ -114,7 +114,8 @@ class ServiceSettings(EnvironmentSettings):
     admin_listen: str | None = Field(
         None,
         description="host:port of reflection and of the operators' calls. Without tokens, everybody who can connect to "
-        "an encoder's address can empty the cache. Unset: these calls are not served.",
+        "an encoder's address can empty the cache, and to a decoder's load and unload adapters. Unset: these calls are "
+        "not served.",
     )
     auth_tokens_file: pathlib.Path | None = Field(
         None,

@@ -192,11 +192,19 @@ def test_large_messages(quick: Any) -> None:
     assert all(one["num_calls"] > 0 and one["longest_s"] > 0 for one in stalls)
 
 
+def test_adapter_cost(quick: Any) -> None:
+    cells = quick("adapter_cost")["cells"]
+    assert [(cell["batch"], cell["num_adapters"]) for cell in cells] == [(3, 1), (3, 3)]
+    for cell in cells:
+        assert len(cell["base_s"]) == len(cell["adapted_s"]) == 1
+        assert min(*cell["base_s"], *cell["adapted_s"]) > 0
+
+
 def test_tenant_fairness(quick: Any) -> None:
     rounds = quick("tenant_fairness", in_processes=True)["rounds"]
     assert {number: len(found) for number, found in rounds.items()} == {"2": 1, "1": 1}
     for number, (one,) in rounds.items():
-        for phase in ("alone", "beside", "as_one"):
+        for phase in ("alone", "shared", "beside", "as_one"):
             assert len(one[phase]["whole_s"]) == 3 * int(number)
             for first_s, whole_s in zip(one[phase]["first_s"], one[phase]["whole_s"], strict=True):
                 assert 0 < first_s <= whole_s

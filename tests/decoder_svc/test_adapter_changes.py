@@ -11,21 +11,24 @@ import grpc
 import grpc.aio
 import pytest
 
+import lookonce
 from decoder_svc.settings import DecoderSettings
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderAdminServiceStub
-from lookonce.errors import ConfigurationError
+from lookonce.errors import InvalidParameterError, UnsupportedError
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
 from tests.decoder_svc.encoders import served
+from tests.lookonce.command import run_here
 from tests.lora_folders import lora_folder
 
 if TYPE_CHECKING:
     from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderAdminServiceAsyncStub
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-# Of the server of the operators' calls.
-SETTINGS = DecoderSettings(model=DEMO_MODEL, encoder_target=None, drain_timeout_s=0.5)
+# The server of the operators' calls has these settings.
+_VALUES: dict[str, Any] = {"model": DEMO_MODEL, "encoder_target": None, "drain_timeout_s": 0.5}
+SETTINGS = DecoderSettings(**_VALUES)
 
 
 @pytest.fixture
@@ -38,6 +41,7 @@ def folders(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(params=["thread", "process"])
 async def decoder(request: pytest.FixtureRequest, folders: pathlib.Path) -> AsyncIterator[RunningDecoder]:
     settings: dict[str, Any] = {"adapters": f"first={folders / 'one'}", "adapters_folder": folders}
+    settings["admin_listen"] = "127.0.0.1:0"
     async with running_decoder(DEMO_MODEL, dtype="float32", engine=request.param, **settings) as decoder:
         yield decoder
 
@@ -90,6 +94,37 @@ async def test_adapters_come_and_go(
     assert await answer(decoder, "") == base
 
 
+async def test_operators_have_clients_and_a_command(decoder: RunningDecoder, folders: pathlib.Path) -> None:
+    async with (
+        served(SETTINGS, decoder.service.admin_entry()) as target,
+        lookonce.AsyncAdminClient.connect(target) as admin,
+    ):
+        assert await admin.load_adapter("two") == ["first", "two"]
+        assert await answer(decoder, "two") != await answer(decoder, "first")
+        assert await admin.unload_adapter("two") == ["first"]
+        with pytest.raises(InvalidParameterError, match="'two' is not served"):
+            await admin.unload_adapter("two")
+
+        def in_sync() -> None:
+            with lookonce.AdminClient.connect(target) as admin:
+                assert admin.load_adapter("two") == ["first", "two"]
+                assert admin.unload_adapter("first") == ["two"]
+                with pytest.raises(UnsupportedError):
+                    admin.stats()
+            for arguments, printed in (
+                (["load", "one"], "adapters: one, two\n"),
+                (["unload", "one"], "adapters: two\n"),
+                (["unload", "two"], "adapters: none\n"),
+            ):
+                done = run_here({}, "adapters", *arguments, "--target", target)
+                assert (done.returncode, done.stdout) == (0, printed), done.stderr
+            done = run_here({}, "adapters", "load", "nowhere", "--target", target)
+            assert done.returncode == 1
+            assert "adapter nowhere: adapter_config.json is missing" in done.stderr
+
+        await asyncio.to_thread(in_sync)
+
+
 async def test_what_cannot_be_loaded_is_named(
     decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub, folders: pathlib.Path
 ) -> None:
@@ -103,6 +138,7 @@ async def test_what_cannot_be_loaded_is_named(
         ("a" * 4096, "must be 1 to 64 characters"),
         ("one\0", "must be 1 to 64 characters"),
         ("", "must be 1 to 64 characters"),
+        (DEMO_MODEL.name, f"name: {DEMO_MODEL.name} is the name of the base model"),
         ("empty", "name: adapter empty: adapter_config.json is missing"),
         ("other", "they must be"),
     ):
@@ -163,6 +199,31 @@ async def test_a_change_whose_call_ends_first_is_complete_or_undone(
         await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="two"))
 
 
+async def test_a_call_that_is_not_read_keeps_no_adapter_and_no_other_change_waits(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub
+) -> None:
+    adapters = decoder.service.adapters
+    is_live = True
+    with adapters.used("first", lambda: is_live):
+        unloading = asyncio.ensure_future(adapters.unload("first"))
+        await asyncio.sleep(0.1)
+        assert list((await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))).adapters) == ["two"]
+        loaded = await admin.LoadAdapter(pb.LoadAdapterRequest(name="one"))
+        # The same content is served under another name, so nothing has to end.
+        await unloading
+        assert list(loaded.adapters) == ["one", "two"]
+        unloading = asyncio.ensure_future(adapters.unload("one"))
+        await asyncio.sleep(0.1)
+        assert not unloading.done()
+        code, text = await refused(admin.LoadAdapter(pb.LoadAdapterRequest(name="one")))
+        assert (code, text) == (INVALID, "name: one is being unloaded; call again when that has ended")
+        # The engine is done with the request, and its caller does not read the answer.
+        is_live = False
+        await unloading
+        assert adapters.names == ["two"]
+    assert await answer(decoder, "two")
+
+
 async def test_requests_that_end_while_their_adapter_goes_spoil_no_batch(
     decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub
 ) -> None:
@@ -180,12 +241,6 @@ async def test_requests_that_end_while_their_adapter_goes_spoil_no_batch(
         await unloading
         assert await asyncio.gather(*others) == [base, first]
         await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
-
-
-async def test_the_name_of_the_model_is_no_name_of_an_adapter(folders: pathlib.Path) -> None:
-    with pytest.raises(ConfigurationError, match="is the name of the base model"):
-        async with running_decoder(DEMO_MODEL, adapters=f"{DEMO_MODEL.name}={folders / 'one'}"):
-            pass
 
 
 async def test_without_a_folder_nothing_is_loaded() -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests import tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
-from tests.lora_folders import lora_folder, with_adapter
+from tests.lora_folders import generated, lora_folder, with_adapter
 from tests.tiny_families import gemma3, qwen3_vl
 
 NUM_TOKENS = 10
@@ -37,12 +36,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"down_proj": 2},
         "lora_alpha": 5,
     },
-    "last layer": {
-        "seed": 5,
-        "layers_to_transform": [1],
-        "target_modules": ["q_proj", "down_proj"],
-        "exclude_modules": r".*vision.*",
-    },
+    "last layer": {"seed": 5, "target_modules": r".*(language_model|text_model).*layers\.1\..*\.(q_proj|down_proj)"},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -71,15 +65,7 @@ def answers(folders: dict[str, pathlib.Path]) -> dict[tuple[str, str], tuple[lis
         model = with_adapter(folders[""], folder if name else None)
         for text in PROMPTS:
             ids = tokenizer(text)["input_ids"]
-            with torch.inference_mode():
-                full = model.generate(
-                    input_ids=torch.tensor([ids]),
-                    attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                    max_new_tokens=NUM_TOKENS,
-                    min_new_tokens=NUM_TOKENS,
-                    do_sample=False,
-                )
-            found[name, text] = (ids, full[0, len(ids) :].tolist())
+            found[name, text] = (ids, generated(model, ids, NUM_TOKENS))
     return found
 
 

@@ -681,7 +681,7 @@ BAD: dict[str, tuple[pb.GenerateParams, type[errors.LookonceError]]] = {
     "constraint and min_tokens": (params("what", regex="a*", min_tokens=2), INVALID),
     "no choice": (params("what", choice=pb.ChoiceConstraint()), INVALID),
     "json_object": (params("what", json_object=False), INVALID),
-    "adapter": (with_fields(params("what"), adapter="mine"), errors.UnsupportedError),
+    "adapter": (with_fields(params("what"), adapter="mine"), INVALID),
     "model": (with_fields(params("what"), model="another"), INVALID),
     "cache_salt": (with_fields(params("what"), cache_salt="a b"), INVALID),
     "request_id": (with_fields(params("what"), request_id="a b"), INVALID),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import grpc.aio
 
@@ -17,8 +18,9 @@ from tests.decoder_svc.encoders import served
 from tests.gateway_svc.gateways import Gateway, running_gateway
 from tests.lora_folders import lora_folder
 
-# Of the servers in front of the decoder's services.
-SERVED = DecoderSettings(model=DEMO_MODEL, encoder_target=None, drain_timeout_s=0.5)
+# The servers in front of the decoder's services have these settings.
+_VALUES: dict[str, Any] = {"model": DEMO_MODEL, "encoder_target": None, "drain_timeout_s": 0.5}
+SERVED = DecoderSettings(**_VALUES)
 MESSAGES = [{"role": "user", "content": "What is red?"}]
 
 
@@ -33,7 +35,8 @@ async def chat(gateway: Gateway, model: str) -> tuple[int, str]:
 async def test_adapters_are_models(tmp_path: pathlib.Path) -> None:
     for seed, name in enumerate(("one", "two")):
         lora_folder(tmp_path / name, DEMO_MODEL, seed=seed)
-    settings = {"dtype": "float32", "adapters": f"one={tmp_path / 'one'}", "adapters_folder": str(tmp_path)}
+    settings: dict[str, Any] = {"dtype": "float32", "adapters": f"one={tmp_path / 'one'}", "adapters_folder": tmp_path}
+    settings["admin_listen"] = "127.0.0.1:0"
     async with (
         running_decoder(DEMO_MODEL, **settings) as decoder,
         served(SERVED, decoder.service.entry()) as target,
@@ -85,4 +88,7 @@ async def test_adapters_are_models(tmp_path: pathlib.Path) -> None:
         assert second not in answers.values()
         await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="two"))
         # The gateway still remembers the name.
+        body = json.dumps({"model": "two", "input": "a star"}).encode()
+        status, text = await gateway.post("/v1/embeddings", body)
+        assert (status, json.loads(text)["error"]["param"]) == (404, "model")
         assert await chat(gateway, "two") == (404, "model_not_found")

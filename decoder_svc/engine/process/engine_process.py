@@ -21,6 +21,7 @@ from decoder_svc.engine.core import EngineCore
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.messages import (
     Abort,
+    AdapterRead,
     Answers,
     ChangeAdapter,
     Compiled,
@@ -162,7 +163,7 @@ class EngineProcess(EngineCore):
             while True:
                 message = self._inbox.take(None)
                 assert message is not None, "take() waits for any time"
-                assert not isinstance(message, Compiled), "the engine's process compiles constraints"
+                assert not isinstance(message, Compiled | AdapterRead), "that is work of the engine's process"
                 frame, payload = encode_for_process(message)
                 self._pipe.send(frame, payload)
                 if isinstance(message, Stop):
@@ -178,9 +179,9 @@ class EngineProcess(EngineCore):
                 if isinstance(message, Ended):
                     ended, self._is_leaving = message, True
                     return
-                self._post(self._with_file(message) if isinstance(message, RowFetch) else message)
                 if isinstance(message, Answers):
                     self._drop_files(message)
+                self._post(self._with_file(message) if isinstance(message, RowFetch) else message)
         except (EOFError, OSError):
             if not self._is_closing:
                 logger.error("the engine process %d ended by itself", self.pid)

@@ -16,12 +16,16 @@ from lookonce.errors import ModelFolderError
 from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import text_child
 
+# An adapter of all layers of a large model has a thousand matrices, whose names take some 200 KB.
+_MAX_HEADER_BYTES = 4 << 20
+# The largest float16. Larger numbers overflow in the products of a layer.
+_LARGEST = 65504.0
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one linear layer: `inputs @ down.T @ up.T`."""
+    """An adapter adds `inputs @ down.T @ up.T` to one linear layer."""
 
     # float32 [rank, inputs].
     down: Tensor
@@ -56,7 +60,8 @@ class TextLinears:
         if any(path.startswith(f"{other}.") for other in self._others):
             raise ModelFolderError(
                 f"adapter {folder.name} changes {module}, which is in the vision half; embeddings in the shared cache "
-                "are those of the base model, so only adapters of the language model are served"
+                "are those of the base model, so only adapters of the language model are served; train it with "
+                f"exclude_modules=r'.*({'|'.join(self._others)}).*' of PEFT"
             )
         raise ModelFolderError(
             f"adapter {folder.name} changes {module}, which is no linear layer in the layers of this model's language "
@@ -75,15 +80,23 @@ def read_low_ranks(folder: AdapterFolder, linears: TextLinears) -> dict[str, Low
 
     Raises ModelFolderError for anything that does not fit, and for an adapter of the vision half.
     """
+    content = folder.read_weights()
+    # The first eight bytes are the length of the list of tensors, which takes time and memory by their number.
+    if _MAX_HEADER_BYTES < int.from_bytes(content[:8], "little") <= len(content):
+        raise ModelFolderError(
+            f"adapter {folder.name}: the list of its matrices has more than {_MAX_HEADER_BYTES} bytes"
+        )
     try:
-        tensors = safetensors.torch.load(folder.read_weights())
+        tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
         raise ModelFolderError(f"adapter {folder.name}: its matrices cannot be read as safetensors: {error}") from None
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise ModelFolderError(f"adapter {folder.name}: {key[:200]} is no matrix of a linear layer")
+            raise ModelFolderError(
+                f"adapter {folder.name}: {key[:200]} is no LoRA matrix of a linear layer, and only these are served"
+            )
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
         raise ModelFolderError(f"adapter {folder.name} has no matrices")
@@ -110,6 +123,7 @@ def _low_rank(folder: AdapterFolder, module: str, pair: Mapping[str, Tensor], si
         raise ModelFolderError(f"adapter {folder.name}: the matrices of {module} are not of floating-point numbers")
     # Always copies, so that the content of the file is freed.
     down, up = down.to(torch.float32, copy=True), up.to(torch.float32, copy=True) * folder.scale_of(module)
-    if not (down.isfinite().all() and up.isfinite().all()):
-        raise ModelFolderError(f"adapter {folder.name}: the matrices of {module} have infinite numbers")
+    # Written with `not` so that NaN fails.
+    if not (down.abs().max() <= _LARGEST and up.abs().max() <= _LARGEST):
+        raise ModelFolderError(f"adapter {folder.name}: the matrices of {module} have numbers beyond {_LARGEST:g}")
     return LowRank(down.contiguous(), up.contiguous())

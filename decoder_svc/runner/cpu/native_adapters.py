@@ -24,6 +24,8 @@ _PRODUCTS = (
     (("mlp.down_proj",), False),
 )
 _LANES = 16
+# Rows of `down` that the stack multiplies at once. Rows of zeros are added.
+_RANKS_AT_ONCE = 4
 
 
 class _Prepared(NamedTuple):
@@ -36,10 +38,14 @@ class _Prepared(NamedTuple):
 class NativeAdapters:
     """The adapters of a table for one stack (AdaptedModel)."""
 
-    def __init__(self, table: AdapterTable, sizes: Sequence[Mapping[str, tuple[int, int]]]) -> None:
-        """`sizes` has inputs and outputs of each linear layer, by its name in the layer, for each layer."""
+    def __init__(self, table: AdapterTable, sizes: Sequence[Mapping[str, tuple[int, int]]], dtype: torch.dtype) -> None:
+        """`sizes` has inputs and outputs of each linear layer, by its name in the layer, for each layer.
+
+        `dtype` is the element type of the stack.
+        """
         self._table = table
         self._sizes = sizes
+        self._dtype = dtype
         self._slots: list[_Prepared] = []
         self._layers = (LayerAdapter * 0)()
         self._max_rank = 0
@@ -79,8 +85,8 @@ class NativeAdapters:
             if matrices is None:
                 found.append(LowRankMatrices(None, None, 0))
                 continue
-            down, panels = matrices
-            tensors += matrices
+            down, panels = (matrix.to(self._dtype) for matrix in matrices)
+            tensors += (down, panels)
             found.append(LowRankMatrices(down.data_ptr(), panels.data_ptr(), len(down)))
         return LayerAdapter((LowRankMatrices * len(_PRODUCTS))(*found))
 
@@ -92,6 +98,7 @@ def _product(
     rank = sum(len(part.down) for part in parts if part is not None)
     if not rank:
         return None
+    rank += -rank % _RANKS_AT_ONCE
     # Inputs and, where they alternate, outputs are padded to whole vectors, as the stack's weights are.
     down = torch.zeros(rank, -(-sizes[0][0] // _LANES) * _LANES)
     ups, first = [], 0

@@ -113,7 +113,8 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._function = backend.library.function(f"lookonce_stack_{DTYPE_NAMES[self._dtype]}")
         self._adapters = None
         if adapters is not None:
-            self._adapters = NativeAdapters(adapters, [_linear_sizes(layer) for layer in text_model.layers])
+            sizes = [_linear_sizes(layer) for layer in text_model.layers]
+            self._adapters = NativeAdapters(adapters, sizes, self._dtype)
             adapters.apply_to(self._adapters)
         # The pools whose addresses are in the layers' structures.
         self._pools: object = None

@@ -95,12 +95,17 @@ def _block_group(
 def _mutual_spans(metadata: AttentionMetadata, first_tokens: IntArray, num_keys: IntArray) -> tuple[IntArray, IntArray]:
     """Returns the span [start, stop) of each new token, as token indexes in its sequence; empty if it has none."""
     starts, stops = np.zeros((2, int(first_tokens[-1])), dtype=np.int64)
+    # Then tokens see the whole span, and not the part of it in their window alone.
+    is_kept_whole = metadata.is_mutual_beyond_window and metadata.sliding is not None
+    first_keys = metadata.sliding.first_keys if metadata.sliding is not None else ()
     for index, spans in enumerate(metadata.mutual_spans):
         begin, end = int(first_tokens[index]), int(first_tokens[index + 1])
         first = int(num_keys[index]) - (end - begin)
         for span in spans:
             if span.stop > num_keys[index]:
                 raise IndexError("a span ends after its sequence's last token")
+            if is_kept_whole and span.stop > first and span.offset < first_keys[index]:
+                raise IndexError("a span begins before the keys that its sequence has")
             inside = slice(begin + max(0, span.offset - first), begin + max(0, min(end - begin, span.stop - first)))
             starts[inside], stops[inside] = span.offset, span.stop
     return starts, stops

@@ -100,7 +100,7 @@ class LowRankMatrices(ctypes.Structure):
 
 
 class LayerAdapter(ctypes.Structure):
-    """What an adapter adds to the linear layers of one layer, in the order of StackLayer."""
+    """An adapter adds these to the linear layers of one layer, in the order of StackLayer."""
 
     _fields_ = (("linears", LowRankMatrices * 4),)
 

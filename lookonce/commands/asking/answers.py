@@ -66,6 +66,8 @@ def json_answer(answer: Generation, num_images: int, num_video_frames: int, tota
     }
     if answer.logprobs:
         content["logprobs"] = answer.logprobs
+    if answer.prompt_logprobs:
+        content["prompt_logprobs"] = answer.prompt_logprobs
     if answer.reasoning:
         content["reasoning"] = answer.reasoning
     if answer.tool_calls:

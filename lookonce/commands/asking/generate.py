@@ -66,9 +66,23 @@ def generate(
             "with --json, all but the first are in `others`.",
         ),
     ] = None,
+    best_of: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=128,
+            help="Generate so many answers and show the likeliest ones, as many as -n says. Not streamed.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     logprobs: Annotated[
-        int | None, typer.Option(min=0, help="With --json: report each token's log probability, and so many others.")
+        int | None,
+        typer.Option(
+            min=0, help="With --json: report each token's log probability, and those of so many likeliest tokens."
+        ),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(min=0, help="With --json: the same for each token of the prompt but the first.")
     ] = None,
     request_id: Annotated[
         str | None, typer.Option(help="Id of the request in the logs of the services.", callback=filled)
@@ -78,8 +92,9 @@ def generate(
     sampling: GenerateOptions,
 ) -> None:
     """Ask about images. The answer is streamed to stdout."""
-    if logprobs is not None and not as_json:
-        raise typer.BadParameter("needs --json, which shows them", param_hint="--logprobs")
+    for hint, asked_for in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+        if asked_for is not None and not as_json:
+            raise typer.BadParameter("needs --json, which shows them", param_hint=hint)
     if raw and (video or system is not None):
         raise typer.BadParameter("sends no chat, so it takes neither --video nor --system", param_hint="--raw")
     text = question_of(prompt)
@@ -89,12 +104,12 @@ def generate(
     with connect(decoder_target(target)) as client:
         asked = _prompt(client, raw, system, images, videos, text, deadline)
         options: GenerateOptions = {**sampling, "logprobs": logprobs, "request_id": request_id}
-        options["timeout_s"] = left_s(deadline)
-        if not as_json and number in (None, 1) and sampling.get("best_of") is None:
+        options |= {"prompt_logprobs": prompt_logprobs, "timeout_s": left_s(deadline)}
+        if not as_json and number in (None, 1) and best_of is None:
             with client.stream(asked, **options) as stream:
                 stream_text(stream)
             return
-        options["n"] = number
+        options |= {"n": number, "best_of": best_of}
         answer = client.generate(asked, **options)
     if as_json:
         num_frames = sum(len(one.frames) for one in videos)

@@ -37,13 +37,6 @@ _FLAGS: Sequence[_Flag] = (
     _flag("frequency_penalty", float, "Penalty for each time that the answer has a token, -2 to 2.", min=-2.0, max=2.0),
     _flag("logit_bias", list[str], "TOKEN_ID=VALUE: adds to the token's logit, -100 to 100; repeatable."),
     _flag("seed", int, "Makes sampling repeatable.", min=0, max=MAX_UINT64),
-    _flag(
-        "best_of",
-        int,
-        "Generate so many answers and show the likeliest ones.",
-        min=1,
-        max=128,
-    ),
     _flag("stop", list[str], "Text before which the answer ends; repeatable."),
     _flag(
         "stop_token_ids",

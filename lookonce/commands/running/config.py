@@ -87,6 +87,6 @@ def _config_map(service: Service, settings: EnvironmentSettings, origins: Mappin
 def _reason_to_leave_out(name: str, value: object) -> str:
     if isinstance(value, SecretStr):
         return "a secret; put it into a Secret, and name that in the Deployment"
-    if isinstance(value, pathlib.Path):
+    if isinstance(value, pathlib.Path) or (name == "adapters" and value):
         return "a file of this machine; the manifests mount the model, and components their certificates and tokens"
     return "an address; the manifests set it" if name in _SET_BY_MANIFESTS else ""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from decoder_svc.engine.heartbeat import Heartbeat
-from decoder_svc.engine.messages import Abort, Answer, Answers, Compiled, Inbox, ToEngineThread, ToEventLoop
+from decoder_svc.engine.messages import Abort, Answer, Answers, Inbox, Queued, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.pending_step import PendingStep
@@ -24,7 +24,7 @@ from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import LookonceError
-from lookonce.forgotten import EVERYTHING
+from lookonce.forgotten import EVERYTHING, Forgotten
 from tests.decoder_svc.constraint.demo_constraints import demo_constraints
 from tests.parity import offline
 
@@ -82,7 +82,7 @@ class Idle(Exception):
 class DrivenInbox(Inbox):
     """An inbox that raises an exception where the thread would wait."""
 
-    def take(self, timeout_s: float | None) -> ToEngineThread | Compiled | None:
+    def take(self, timeout_s: float | None) -> Queued | Forgotten | None:
         """Returns the oldest message. Raises Idle where the engine's thread would wait."""
         message = super().take(0)
         if message is None and timeout_s != 0:

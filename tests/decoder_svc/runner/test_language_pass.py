@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from decoder_svc.runner.language_pass import LanguagePass
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
 
 # Both questions at once, and some to spare: the runner's attention reads the whole pool for each token of a graph.
 NUM_BLOCKS = 40
@@ -29,6 +31,32 @@ def built(tiny_family: Callable[[str], families.Conformance]) -> Callable[[str],
 
 def language_of(model: offline.OfflineModel) -> LanguagePass:
     return model.runner.language
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_logits_of_hidden_states_are_those_of_the_pass(
+    name: str, tiny_family: Callable[[str], families.Conformance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_family(name).offline
+    runner, original = model.runner, model.runner._forward
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(inputs: Any, embedded: Any) -> torch.Tensor:
+        with runner.hidden_states.keeping():
+            logits = original(inputs, embedded)
+        hidden = runner.hidden_states.take()[inputs.sampled_indexes]
+        found.append((logits, runner.language.logits_of(hidden)))
+        return logits
+
+    monkeypatch.setattr(runner, "_forward", forward)
+    offline.run(model, max_num_batched_tokens=2048)
+    assert any(len(logits) > 1 for logits, _ in found)
+    for logits, again in found:
+        assert torch.allclose(logits, again, atol=1e-5, rtol=1e-5)
+    # The base model computes again.
+    monkeypatch.undo()
+    answers, _, _ = offline.run(model, max_num_batched_tokens=2048)
+    assert answers == [question.expected for question in model.questions]
 
 
 def test_ids_outside_the_table_are_looked_up_without_an_error(built: Callable[[str], offline.OfflineModel]) -> None:

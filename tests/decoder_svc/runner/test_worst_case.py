@@ -25,7 +25,7 @@ from lookonce.families.base import Mask
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
-from tests.tiny_families import gemma3
+from tests.tiny_families import gemma3, paligemma2
 
 BLOCK_SIZE = 8
 # The step takes 30 MB. Pages that the process touches for the first time add up to 1 MB to a measurement.
@@ -233,8 +233,10 @@ def test_tokens_that_see_later_ones_are_part_of_the_step() -> None:
     """Their kernels are compiled at start-up, and the memory of their masks is measured."""
     worst = replace(worst_case(num_tokens=64, num_requests=2, context_tokens=100, num_images=3), rows_per_image=30)
     assert worst_case_step(worst, BLOCK_SIZE).admitted[0].mutual_spans == ()
-    (prompt,) = worst_case_step(worst, BLOCK_SIZE, mask=Mask.PROMPT).admitted[0].mutual_spans
-    assert prompt == Span(0, 100)
+    # Such a prompt is never split, so the step has all of it.
+    step = worst_case_step(worst, BLOCK_SIZE, window=16, mask=Mask.PROMPT)
+    assert step.admitted[0].mutual_spans == (Span(0, 63),)
+    assert (step.chunks[0].start, step.chunks[0].num_tokens) == (0, 63)
     # The third image begins inside the context and ends after it.
     of_images = worst_case_step(worst, BLOCK_SIZE, mask=Mask.IMAGE).admitted[0].mutual_spans
     assert of_images == (Span(37, 30), Span(67, 30), Span(97, 3))
@@ -246,3 +248,11 @@ def test_the_heaviest_step_of_a_runner_has_the_mask_of_its_family(tmp_path: path
     runner.profile_run(worst_case(num_tokens=64, num_requests=2, context_tokens=100, num_images=1))
     (longest, _) = next(step for step in WatchedRunner.steps if step.admitted).admitted
     assert longest.mutual_spans
+
+
+async def test_a_model_whose_prompts_are_seen_whole_starts_with_a_window_and_a_long_context(
+    tmp_path: pathlib.Path,
+) -> None:
+    paligemma2.build(tmp_path / "model")
+    async with running_decoder(tmp_path / "model", dtype="float32", num_kv_blocks=None, max_context_tokens=None) as one:
+        assert one.service.engine.limits.max_context_tokens > 2048

@@ -24,7 +24,7 @@ async def token_texts(token_ids: Sequence[int]) -> list[str]:
     return [str(token_id) for token_id in token_ids]
 
 
-CONTEXT = Context(cast(Any, None), "m", "id", 1.0, token_texts, 0)
+CONTEXT = Context(cast(Any, None), "m", "id", 1.0, token_texts, 0, lambda num_bytes: None)
 
 
 def tokens(*token_ids: int) -> tuple[TokenLogprobs, ...]:

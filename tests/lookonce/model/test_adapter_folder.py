@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -34,17 +35,30 @@ def change(folder: pathlib.Path, **values: Any) -> None:
     ("values", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; LORA is served"),
-        ({"use_dora": True}, "use_dora is set"),
-        ({"bias": "all"}, "bias is set"),
-        ({"lora_bias": True}, "lora_bias is set"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is set"),
-        ({"a_new_setting": 1}, "the setting a_new_setting of adapter_config.json is not known"),
+        ({"use_dora": True}, "use_dora is 'True' in adapter_config.json, and such adapters are not served"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"lora_bias": True}, "lora_bias is 'True'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is "),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"a_new_setting": 1}, "the setting 'a_new_setting' of adapter_config.json is not known"),
         ({"r": 0}, "the rank must be 1 to 512, not 0"),
         ({"r": "8"}, "the rank must be 1 to 512"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number"),
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
         ({"rank_pattern": {"q_proj": 1000}}, "the rank must be 1 to 512, not 1000"),
+        # These would take for ever, or much memory.
+        ({"rank_pattern": {"((a|[a-z._0-9])*)*#": 4}}, "is not served; a pattern has names, dots"),
+        ({"rank_pattern": {".*a.*b.*c": 4}}, "is not served; a pattern has names, dots"),
+        ({"alpha_pattern": {"a{99999999999999999999}": 4}}, "is not served; a pattern has names, dots"),
+        ({"rank_pattern": {"(" * 5000: 4}}, "is not served; a pattern has names, dots"),
+        ({"rank_pattern": {"q_proj(": 4}}, "is no regular expression"),
+        ({"rank_pattern": {f"q{index}": 4 for index in range(1025)}}, "has 1025 patterns, the limit is 1024"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number up to 1e+06"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number up to 1e+06"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern must be a number"),
+        ({"use_rslora": 1}, "use_rslora must be true or false"),
+        ({"half \ud800": 1}, r"the setting 'half \ud800' of adapter_config.json is not known"),
+        ({"target_modules": "x" * (1 << 20)}, "adapter_config.json has more than 1048576 bytes"),
     ],
 )
 def test_settings_that_are_not_served_are_named(folder: pathlib.Path, values: dict[str, Any], message: str) -> None:
@@ -64,15 +78,40 @@ def test_a_setting_names_several_adapters(folder: pathlib.Path) -> None:
     for text, message in (
         ("a", "must be NAME=FOLDER"),
         (f"a={folder},a={folder}", "is there twice"),
+        (f"a/b={folder}", "must be 1 to 64 characters"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             open_adapters(text)
-    for text, message in ((f"a/b={folder}", "must be 1 to 64 characters"), ("a=/nowhere", "is missing")):
-        with pytest.raises(ModelFolderError, match=message):
-            open_adapters(text)
+    with pytest.raises(ModelFolderError, match="is missing"):
+        open_adapters("a=/nowhere")
 
 
-@pytest.mark.parametrize("part", ["vision", "head", "one matrix", "rank", "embedding", "nan", "broken", "other name"])
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "loop"])
+def test_what_is_no_regular_file_is_not_read(folder: pathlib.Path, file: str, kind: str) -> None:
+    (folder / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / file)
+    elif kind == "endless":
+        (folder / file).symlink_to("/dev/zero")
+    elif kind == "folder":
+        (folder / file).mkdir()
+    else:
+        (folder / file).symlink_to(folder / file)
+    with pytest.raises(ModelFolderError, match=f"adapter one: {file} (is no regular file|cannot be read)"):
+        AdapterFolder.open("one", folder)
+
+
+def test_a_file_that_changes_is_not_mixed(folder: pathlib.Path) -> None:
+    opened = AdapterFolder.open("one", folder)
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes() + b"x")
+    with pytest.raises(ModelFolderError, match="has changed while it was loaded"):
+        opened.read_weights()
+
+
+@pytest.mark.parametrize(
+    "part", ["header", "huge", "vision", "head", "one matrix", "rank", "embedding", "nan", "broken", "other name"]
+)
 def test_weights_that_do_not_fit_are_named(folder: pathlib.Path, part: str) -> None:
     tensors = load_file(folder / WEIGHTS)
     layer = next(key for key in tensors if key.endswith("q_proj.lora_A.weight"))
@@ -89,20 +128,26 @@ def test_weights_that_do_not_fit_are_named(folder: pathlib.Path, part: str) -> N
         tensors[layer] = tensors[layer][:2].contiguous()
     elif part == "embedding":
         tensors["base_model.model.model.language_model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 4)
+    elif part == "huge":
+        tensors[layer] += 3e38
     elif part == "nan":
         tensors[layer] *= float("nan")
     elif part == "other name":
-        tensors[layer.replace("q_proj", "qkv_proj")] = tensors[layer]
+        tensors[layer.replace("q_proj", "qkv_proj")] = tensors[layer].clone()
     save_file(tensors, folder / WEIGHTS)
     if part == "broken":
         (folder / WEIGHTS).write_bytes(b"no tensors")
+    if part == "header":
+        (folder / WEIGHTS).write_bytes((5 << 20).to_bytes(8, "little") + b" " * (5 << 20))
     messages = {
+        "header": "the list of its matrices has more than 4194304 bytes",
+        "huge": "have numbers beyond 65504",
         "vision": "which is in the vision half",
         "head": "which is no linear layer in the layers",
         "one matrix": "has one matrix of two",
         "rank": "they must be",
-        "embedding": "is no matrix of a linear layer",
-        "nan": "have infinite numbers",
+        "embedding": "is no LoRA matrix of a linear layer",
+        "nan": "have numbers beyond 65504",
         "broken": "cannot be read",
         "other name": "which is no linear layer",
     }

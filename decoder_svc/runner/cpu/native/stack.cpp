@@ -37,17 +37,18 @@ struct Stack {
 
 // What an adapter adds to one linear layer of the stack: its inputs times `down`, times `up` (arXiv:2106.09685).
 struct LowRank {
-  const float* down;  // [rank, inputs]
-  const float* up;    // Panels of 32 outputs in the order of the layer's: [panels, rank, 32].
-  int64_t rank;       // 0: nothing is added.
+  const void* down;  // Elements of the model's type, [rank, inputs].
+  const void* up;    // Of the same type, in panels of 32 outputs in the order of the layer's: [panels, rank, 32].
+  int64_t rank;      // A multiple of 4. 0: nothing is added.
 };
 
 // The linear layers of a layer, in the order of StackLayer.
 enum LinearIndex { kQueryKeyValueLinear, kAttendedLinear, kGateUpLinear, kDownLinear, kNumLinears };
 
 struct LayerAdapter {
-  LowRank linears[kNumLinears];
+  LowRank linears[4];
 };
+static_assert(kNumLinears == 4, "one for each linear layer");
 
 // The adapters of a step's tokens.
 struct StepAdapters {
@@ -163,6 +164,8 @@ class StackRun {
   // Four linear layers, two norms, rotation and attention.
   // Rows of `down` that one item multiplies with a token, so that a step of one token keeps all threads busy.
   static constexpr int64_t kRanksPerItem = 8;
+  // Rows of them whose sums run side by side.
+  static constexpr int64_t kRanksAtOnce = 4;
   static constexpr int64_t kPhasesPerLayer = 7 + TypeAttention::kNumPhases;
 
   // Called by all threads, like all functions below.
@@ -232,11 +235,15 @@ class StackRun {
       const Left* input = inputs + token * of.num_inputs;
       float* to = lowered_.get() + token * io_.adapters->max_rank;
       const int64_t stop = std::min(low->rank, first + kRanksPerItem);
-      for (int64_t r = first; r < stop; ++r) {
-        const float* down = low->down + r * of.num_inputs;
-        Floats total{};
-        for (int64_t i = 0; i < of.num_inputs; i += kLanes) total += Type::load_left(input + i) * load_floats(down + i);
-        to[r] = sum_of_lanes(total);
+      const int64_t size = of.num_inputs;
+      for (int64_t r = first; r < stop; r += kRanksAtOnce) {
+        const Element* down = static_cast<const Element*>(low->down) + r * size;
+        Floats totals[kRanksAtOnce] = {};
+        for (int64_t i = 0; i < size; i += kLanes) {
+          const Floats values = Type::load_left(input + i);
+          for (int64_t k = 0; k < kRanksAtOnce; ++k) totals[k] += values * Type::load(down + k * size + i);
+        }
+        for (int64_t k = 0; k < kRanksAtOnce; ++k) to[r + k] = sum_of_lanes(totals[k]);
       }
     });
   }
@@ -247,10 +254,16 @@ class StackRun {
     const LowRank* low = low_rank_of(layer, linear, token);
     if (low == nullptr) return;
     const float* lowered = lowered_.get() + token * io_.adapters->max_rank;
-    const float* up = low->up + column * low->rank;
-    for (int64_t r = 0; r < low->rank; ++r, up += kTileColumns) {
-      for (int64_t c = 0; c < kTileColumns; ++c) sums[c] += lowered[r] * up[c];
+    const Element* up = static_cast<const Element*>(low->up) + column * low->rank;
+    // Two sums for each output, so that an addition need not wait for the one before it.
+    Floats even[] = {load_floats(sums), load_floats(sums + kLanes)}, odd[2] = {};
+    for (int64_t r = 0; r < low->rank; r += 2, up += 2 * kTileColumns) {
+      for (int64_t v = 0; v < 2; ++v) {
+        even[v] += Type::load(up + v * kLanes) * lowered[r];
+        odd[v] += Type::load(up + kTileColumns + v * kLanes) * lowered[r + 1];
+      }
     }
+    for (int64_t v = 0; v < 2; ++v) store_floats(sums + v * kLanes, even[v] + odd[v]);
   }
 
   template <typename Out>

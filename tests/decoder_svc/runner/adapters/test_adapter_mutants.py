@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from decoder_svc.runner.adapters import adapter_table
 from decoder_svc.runner.adapters.adapter_table import AdaptedTokens, AdapterTable
-from decoder_svc.runner.adapters.low_rank import LowRank
+from decoder_svc.runner.adapters.low_rank import LowRank, read_low_ranks
 from decoder_svc.scheduling.kv_cache import block_hash
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
@@ -27,7 +26,7 @@ from lookonce.model.adapter_folder import AdapterFolder
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
 from tests.decoder_svc.scheduling.mutation import Mutations, Patch
-from tests.lora_folders import lora_folder, with_adapter
+from tests.lora_folders import generated, lora_folder, with_adapter
 
 mutation = Mutations()
 NUM_TOKENS = 6
@@ -73,8 +72,7 @@ def patterns_of_alphas_are_not_read(patch: Patch) -> None:
 
 
 def change_low_ranks(patch: Patch, change: Any) -> None:
-    original = adapter_table.read_low_ranks
-    patch.setattr(adapter_table, "read_low_ranks", lambda *arguments: change(original(*arguments)))
+    patch.setattr(adapter_table, "read_low_ranks", lambda *arguments: change(read_low_ranks(*arguments)))
 
 
 @mutation
@@ -175,7 +173,7 @@ def requests_reach_the_runner_without_their_adapters(patch: Patch) -> None:
     original = AdmittedRequest.of.__func__  # type: ignore[attr-defined]
 
     def of(cls: type[AdmittedRequest], request: Request) -> AdmittedRequest:
-        admitted = original(cls, request)
+        admitted: AdmittedRequest = original(cls, request)
         object.__setattr__(admitted, "adapter", None)
         return admitted
 
@@ -194,7 +192,7 @@ def expected(folders: dict[str, pathlib.Path]) -> dict[str, list[list[int]]]:
     found = {}
     for name, folder in {"": None, **folders}.items():
         model = with_adapter(DEMO_MODEL, folder)
-        found[name] = [_generated(model, ids_of(text)) for text in TEXTS]
+        found[name] = [generated(model, ids_of(text), NUM_TOKENS) for text in TEXTS]
     assert len({str(answers) for answers in found.values()}) == len(found), "the adapters change nothing"
     return found
 
@@ -204,19 +202,6 @@ def ids_of(text: str) -> list[int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-def _generated(model: Any, ids: list[int]) -> list[int]:
-    with torch.inference_mode():
-        full = model.generate(
-            input_ids=torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-        )
-    answer: list[int] = full[0, len(ids) :].tolist()
-    return answer
 
 
 async def ask(decoder: RunningDecoder, adapter: str, text: str) -> list[int]:
@@ -232,7 +217,8 @@ async def is_right(folders: dict[str, pathlib.Path], expected: dict[str, list[li
     """Whether all answers are PEFT's: in one batch, from the prefix cache, and with other content under a name."""
     for name in ("one", "two"):
         shutil.copytree(folders[name], root / name)
-    settings = {"adapters": f"one={root / 'one'},two={root / 'two'}", "adapters_folder": root}
+    settings: dict[str, Any] = {"adapters": f"one={root / 'one'},two={root / 'two'}", "adapters_folder": root}
+    settings["admin_listen"] = "127.0.0.1:0"
     async with running_decoder(DEMO_MODEL, dtype="float32", block_size=8, **settings) as decoder:
         for _ in range(2):
             asked = [(name, index) for name in ("", "one", "two") for index in range(len(TEXTS))]

@@ -78,6 +78,16 @@ def test_indexes_outside_of_the_pools_are_refused(change: Change) -> None:
         native_step(change(METADATA), SIZES, num_threads=1)
 
 
+def test_a_span_whose_keys_are_gone_is_refused() -> None:
+    sliding = replace(SLIDING, first_keys=(2, 0))
+    metadata = replace(METADATA, sliding=sliding, mutual_spans=((Span(1, 3),), ()), is_mutual_beyond_window=True)
+    with pytest.raises(IndexError, match="before the keys"):
+        native_step(metadata, SIZES, num_threads=1)
+    # Tokens see the part in their window alone, or the span has no new token.
+    native_step(replace(metadata, is_mutual_beyond_window=False), SIZES, num_threads=1)
+    native_step(replace(metadata, mutual_spans=((Span(0, 3),), ())), SIZES, num_threads=1)
+
+
 def test_the_sliding_group_is_checked_against_its_own_pool() -> None:
     group = replace(SLIDING, block_tables=(torch.tensor([0, 3]), torch.tensor([1])))
     with pytest.raises(IndexError, match="pool of 3 blocks"):

@@ -14,9 +14,10 @@ from decoder_svc.runner.cpu.native_structures import PHASES
 from lookonce.model.kernels import native_linear
 
 # Structures whose names differ, C++ to Python.
-NAMES = {"LayerOptions": "Options"}
+NAMES = {"LayerOptions": "Options", "LowRank": "LowRankMatrices"}
 MIRRORED = (
-    "BlockGroup", "Heads", "LayerOptions", "Linear", "Pools", "Stack", "StackLayer", "StackStep", "Step",
+    "BlockGroup", "Heads", "LayerAdapter", "LayerOptions", "Linear", "LowRank", "Pools", "Stack", "StackLayer",
+    "StackStep", "Step", "StepAdapters",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)

@@ -31,6 +31,7 @@ FLAGS = {
     "stop": (["END", "a b"], ["END", "a b"]),
     "stop_token_ids": (["4", "5"], [4, 5]),
     "logprobs": (["2"], 2),
+    "prompt_logprobs": (["3"], 3),
     "n": (["2"], 2),
     "best_of": (["3"], 3),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import random
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import redis
 import redis.exceptions
@@ -37,7 +38,7 @@ class RedisProcess:
     """One server on a free loopback port, in a directory of its own."""
 
     def __init__(self, settings: Sequence[str], *arguments: str, password: str = PASSWORD) -> None:
-        self.port = _free_port()
+        self.port, self._reserved = _free_port()
         self._password = password
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="lookonce-"))
         lines = [f"port {self.port}", "bind 127.0.0.1", "daemonize no", *settings]
@@ -63,7 +64,7 @@ class RedisProcess:
             self._process = subprocess.Popen(
                 [*command, "server.conf", *self._arguments], cwd=self._directory, stdout=log, stderr=log
             )
-        until(self._answers, f"port {self.port} does not answer")
+        until(self._answers, f"port {self.port} does not answer", unless=self._failure)
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[Any]:
@@ -97,12 +98,21 @@ class RedisProcess:
         if self._process is not None:
             self.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._reserved.close()
 
     def _answers(self) -> bool:
         try:
             return bool(self.ask("PING"))
         except redis.exceptions.RedisError:
             return False
+
+    def _failure(self) -> str | None:
+        """Returns why the server has ended, or None while it runs."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            return None
+        log = (self._directory / "server.log").read_text(errors="replace")
+        return f"the server on port {self.port} ended by itself: {log[-2000:]}"
 
 
 class SentinelFleet:
@@ -221,10 +231,16 @@ def node_id(node: RedisProcess) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def until(condition: Callable[[], bool], failure: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Waits until `condition` holds; fails with `failure` after `timeout_s` seconds."""
+def until(
+    condition: Callable[[], bool],
+    failure: str,
+    timeout_s: float = TIMEOUT_S,
+    unless: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Waits until `condition` holds; fails with `failure` after `timeout_s` seconds, and with a text of `unless`."""
     give_up_at_s = time.monotonic() + timeout_s
     while not condition():
+        assert (found := unless()) is None, found
         assert time.monotonic() < give_up_at_s, failure
         time.sleep(0.02)
 
@@ -246,15 +262,21 @@ def _knows_everybody(sentinel: RedisProcess) -> bool:
     return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
 
 
-def _free_port() -> int:
-    """Returns a free port whose cluster port, _BUS_OFFSET above it, is free, too.
+def _free_port() -> tuple[int, BinaryIO]:
+    """Returns a free port whose cluster port, _BUS_OFFSET above it, is free, too, and a file whose closing frees both.
 
     Both are below the ports that kernels give to connections and to servers that ask for any port. One of these could
-    be taken between this call and the start of the server.
+    be taken between this call and the start of the server. The lock on the file keeps other test processes away.
     """
+    folder = pathlib.Path(tempfile.gettempdir(), f"lookonce-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
     while True:
         port = random.SystemRandom().choice(_PORTS)
+        # Ports that are _BUS_OFFSET apart have one file.
+        file = (folder / str(port % _BUS_OFFSET)).open("wb")
         with contextlib.suppress(OSError), socket.socket() as listener, socket.socket() as bus:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             listener.bind(("127.0.0.1", port))
             bus.bind(("127.0.0.1", port + _BUS_OFFSET))
-            return port
+            return port, file
+        file.close()
