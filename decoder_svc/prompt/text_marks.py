@@ -16,6 +16,8 @@ _INDEX_DIGITS = 6
 # Digits at a mark's beginning or end by which a damaged mark is recognised.
 _FRAGMENT_DIGITS = 10
 _OPEN, _CLOSE, _WHOLE = "1", "2", "3"
+# Comes before every name without marks, of which the first begins with "$", and before digits.
+_BEFORE_NAMES = "#"
 
 
 class _Mark(NamedTuple):
@@ -41,7 +43,7 @@ class TextMarks:
         # with the name that comes before the text.
         self._texts = sorted({value.strip() for value in values}, key=lambda text: (text.lower(), text))
         names = sorted({"", *(name.lower() for name in unmarked_names)})
-        self._prefixes = [names[bisect_right(names, text.lower()) - 1] for text in self._texts]
+        self._prefixes = [names[bisect_right(names, text.lower()) - 1] or _BEFORE_NAMES for text in self._texts]
         self._index_of = {text: index for index, text in enumerate(self._texts)}
         self._num_values = len(self._texts)
 

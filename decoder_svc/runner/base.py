@@ -153,7 +153,7 @@ class ModelRunnerBase(ABC):
         if self.config.adapters is None:
             return
         if self.adapters is None or not self.adapters.is_applied:
-            raise ConfigurationError(f"--adapters: the device {self.device.type} serves no adapters yet")
+            raise ConfigurationError(f"--adapters: {type(self).__name__} serves no adapters yet")
         with torch.inference_mode():
             for folder in self.config.adapters:
                 self.adapters.add(folder.fingerprint, self.adapters.read(folder))

@@ -187,7 +187,7 @@ def test_an_encode_of_several_images_of_which_two_are_bad(stack: InProcessStack)
 
 REFUSED_PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("INVALID_ARGUMENT", {"model": "another"}),
-    "adapter": ("UNIMPLEMENTED", {"adapter": "a"}),
+    "adapter": ("INVALID_ARGUMENT", {"adapter": "a"}),
     "request id": ("INVALID_ARGUMENT", {"request_id": "no spaces"}),
     "sampling": ("INVALID_ARGUMENT", {"sampling": {"temperature": -1.0}}),
     "context": ("INVALID_ARGUMENT", {"text": "word " * 4000}),

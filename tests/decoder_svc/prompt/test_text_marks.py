@@ -6,7 +6,7 @@ import json
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decoder_svc.prompt.text_marks import TextMarks
@@ -27,18 +27,19 @@ def test_texts_are_found_and_the_rest_is_the_template(texts: list[str]) -> None:
     assert whole.whole_pieces(rendered) == pieces
 
 
-NAMES = ("name", "type", "Title")
+NAMES = ("name", "type", "Title", "$ref")
 SORTED = "{%% for name, text in %s %%}[{{ name }}: {{ text }}]{%% endfor %%}"
 
 
 @given(
     st.lists(
-        st.text(alphabet="anTyz<e 0", min_size=1, max_size=6)
-        | st.sampled_from([*NAMES, "type1", "names", "tit", "<eos>"]),
+        st.text(alphabet="anTyz<e 0!\"#$rf", min_size=1, max_size=6)
+        | st.sampled_from([*NAMES, "type1", "names", "tit", "<eos>", "$", "$re", "$refs"]),
         unique_by=str.strip,
         max_size=8,
     )
 )
+@example(["<eos>", '"', "#", "!", "$ref", "0", "$"])
 @pytest.mark.parametrize("sorting", ["data|dictsort", "data.items()|sort(attribute=0)"])
 def test_names_sort_as_without_marks_also_among_names_that_have_none(sorting: str, texts: list[str]) -> None:
     texts = [text.strip() for text in texts if text.strip()]
