@@ -33,7 +33,7 @@ SORTED = "{%% for name, text in %s %%}[{{ name }}: {{ text }}]{%% endfor %%}"
 
 @given(
     st.lists(
-        st.text(alphabet="anTyz<e 0!\"#$rf", min_size=1, max_size=6)
+        st.text(alphabet='anTyz<e 0!"#$rf', min_size=1, max_size=6)
         | st.sampled_from([*NAMES, "type1", "names", "tit", "<eos>", "$", "$re", "$refs"]),
         unique_by=str.strip,
         max_size=8,
