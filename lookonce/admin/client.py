@@ -65,11 +65,11 @@ class AdminClient:
         token: Token | None = None,
         token_over_plaintext: bool = False,
     ) -> Self:
-        """Returns a client. It connects at the first call, which raises UnavailableError if the encoder is not reached.
+        """Returns a client. It connects at the first call, which raises UnavailableError if the server is not reached.
 
-        `target` is the host:port of a server's `admin_listen`; any encoder of a fleet will do for images, and each
-        decoder is told of adapters. `token` needs the role
-        operator. The other arguments are those of `lookonce.Client.connect`.
+        `target` is the host:port of a server's `admin_listen`: for images, of any encoder of a fleet; for adapters, of
+        the decoder that shall load or free them. `token` needs the role operator. The other arguments are those of
+        `lookonce.Client.connect`.
         """
         options = connection_options(
             timeout_s, tls_ca, tls_cert, tls_key, token, token_over_plaintext=token_over_plaintext

@@ -92,7 +92,10 @@ class ChildProcess:
         return self._ready is not None
 
     def wait_until_ready(self, deadline_s: float) -> None:
-        """Waits for readiness until `deadline_s` on the monotonic clock. Raises StartupError if it ends or is late."""
+        """Waits for readiness until `deadline_s` on the monotonic clock.
+
+        Raises StartupError if the process ends or is late.
+        """
         while not self.is_ready():
             if time.monotonic() > deadline_s:
                 raise StartupError(f"{self.name} did not become ready in time:\n{self.log_tail()}")

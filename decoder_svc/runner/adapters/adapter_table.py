@@ -26,7 +26,7 @@ class AdaptedModel(Protocol):
     """The language model's layers, to which adapters are added."""
 
     def prepare(self, low_ranks: Mapping[str, LowRank]) -> Any:
-        """Converts what an adapter adds to linear layers, by their names in the text model, for `place`.
+        """Converts an adapter for `place`. `low_ranks` has what it adds to each linear layer, by the layer's name.
 
         Any thread may call it. It changes nothing.
         """
