@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 from benchmarks import report
 from benchmarks.burst import Burst, run_burst
 from benchmarks.models import demo_model, kv_token_bytes, small_llava
@@ -80,11 +82,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="per workload (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=["P40", "S50"], help="names of workloads")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add_arguments(parser)
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     workloads = [one for one in WORKLOADS if one.name in arguments.only]
-    model = demo_model() if arguments.quick else small_llava()
+    model = demo_model() if arguments.quick else small_llava(getattr(torch, arguments.dtype))
     if arguments.quick:
         arguments.rounds = 1
         workloads = [replace(one, num_requests=10) for one in workloads]
