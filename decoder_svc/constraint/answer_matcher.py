@@ -87,7 +87,7 @@ class AnswerMatcher:
 
     def _forced(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         began_s = time.thread_time()
-        forced = self._matcher.compute_ff_tokens()[:num_tokens] if self._has_read(token_ids) else []
+        forced = self._matcher.compute_ff_tokens()[:num_tokens] if self._has_read(token_ids) and num_tokens else []
         self._spend(began_s)
         return forced
 
@@ -119,15 +119,15 @@ class AnswerMatcher:
     def _mask(self) -> Words:
         began_s = time.thread_time()
         self._left_s = min(_FREE_S, self._left_s + _S_PER_MASK)
-        words = np.zeros(self._num_words, dtype=np.uint32)
         computed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        shared = min(len(words), len(computed))
-        words[:shared] = computed[:shared]
         self._spend(began_s)
         if self._matcher.is_error():
             self.error = _TOO_COMPLEX
-            return words
-        words &= self._no_ends
+            return np.zeros(self._num_words, dtype=np.uint32)
+        num_shared = min(self._num_words, len(computed))
+        words = computed[:num_shared] & self._no_ends[:num_shared]
+        if num_shared < self._num_words:
+            words = np.pad(words, (0, self._num_words - num_shared))
         if self._matcher.is_accepting():
             words |= self._stops
         if not words.any():

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from decoder_svc.constraint.frames import Check, Checked, Vocabulary, encoded, received
+from decoder_svc.constraint.frames import Check, Checked, Followed, FrameReader, Vocabulary, encoded, received
+from decoder_svc.constraint.mask_numbers import NumberedMasks
 from decoder_svc.scheduling.sampling_params import Constraint
 from lookonce.errors import InternalError, UnavailableError, UnsupportedError
 from lookonce.process.limited_process import RETRY_S, LimitedProcess, send
@@ -32,6 +33,9 @@ class ConstraintProcess:
             "compiles constraints", "decoder_svc.constraint.guidance_process", arguments, num_sockets=3
         )
         self._checking = threading.Lock()
+        # The outcomes of what is followed.
+        self.frames = FrameReader(self.follow_socket)
+        self._masks = NumberedMasks()
         try:
             self._load(vocabulary)
         except BaseException:
@@ -52,6 +56,10 @@ class ConstraintProcess:
     def follow_socket(self) -> socket.socket:
         """The socket on which answers are followed."""
         return self._process.sockets[2]
+
+    def masks(self, outcome: Followed) -> list[bytes]:
+        """Returns the masks of an outcome. Each outcome must be read once, in order."""
+        return self._masks.masks(outcome.masks, outcome.new_masks)
 
     def check(self, constraint: Constraint, wait_s: Callable[[], float]) -> str | None:
         """Returns the reason why a constraint is refused, or None.

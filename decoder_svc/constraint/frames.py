@@ -5,7 +5,10 @@ it ends, whatever it is doing.
 
     Vocabulary -> Checked, with the reason if the vocabulary cannot be used
     Check -> Checked
-    Follow -> one Followed per answer, in order, each as soon as it is computed
+    Follow -> one Forced per answer if forced tokens are asked for, then one Followed per answer without an error
+
+Many answers are in the same state of their grammars, and return to it. So the process numbers the masks that it sends,
+and a mask that was sent before is its number.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +24,8 @@ import msgspec
 from lookonce.process.exact_receive import receive
 
 _LENGTH = struct.Struct("<I")
+# Most bytes that one call receives.
+_BUFFER_BYTES = 1 << 18
 _encoder = msgspec.msgpack.Encoder()
 
 FrameT = TypeVar("FrameT")
@@ -59,7 +65,7 @@ class Opening(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True):
-    """An answer with its new tokens, behind which masks or forced tokens are asked for."""
+    """An answer with its new tokens, behind which masks are asked for."""
 
     answer_id: int
     # Set in the first step of an answer.
@@ -67,8 +73,6 @@ class Step(msgspec.Struct, array_like=True):
     # Tokens since the last step.
     token_ids: list[int]
     draft_ids: list[int]
-    # Most forced tokens to return; 0: return masks.
-    num_forced: int
 
 
 class Follow(msgspec.Struct, array_like=True):
@@ -76,16 +80,30 @@ class Follow(msgspec.Struct, array_like=True):
 
     steps: list[Step]
     ended_ids: list[int]
+    # Most forced tokens of all answers together, which are their drafts; 0: the drafts are those of the steps.
+    num_forced: int
+    # Whether each outcome is sent as soon as it is computed, so that the other side knows what the process was doing
+    # when it ended. Else they are sent together.
+    is_careful: bool
 
 
-class Followed(msgspec.Struct, array_like=True):
-    """The masks or forced tokens of one answer."""
+class Forced(msgspec.Struct, array_like=True):
+    """The forced tokens of one answer."""
 
     # The reason why no further token can be found, or None.
     error: str | None
-    forced_ids: list[int]
-    # One behind the tokens, and one behind each draft.
-    masks: list[bytes]
+    token_ids: list[int]
+
+
+class Followed(msgspec.Struct, array_like=True):
+    """The masks of one answer."""
+
+    # The reason why no further token can be found, or None.
+    error: str | None
+    # The numbers of the masks: one behind the tokens, and one behind each draft.
+    masks: list[int]
+    # Masks that have these numbers from now on.
+    new_masks: dict[int, bytes]
 
 
 def encoded(frame: msgspec.Struct) -> bytes:
@@ -100,3 +118,38 @@ def received(
     """Receives a frame. Raises EOFError when the other side has ended, OSError, and the TimeoutError of `wait_s`."""
     (length,) = _LENGTH.unpack(receive(connection, _LENGTH.size, wait_s))
     return msgspec.msgpack.decode(receive(connection, length, wait_s), type=frame_type)
+
+
+class FrameReader:
+    """Receives frames, as many at once as have come."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray(_BUFFER_BYTES)
+        # The part of the buffer that has been received and not read.
+        self._start = self._stop = 0
+
+    def next(self, frame_type: type[FrameT], wait_s: Callable[[], float]) -> FrameT:
+        """Receives a frame. Raises what `received` raises, and msgspec.DecodeError."""
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, wait_s))
+        return msgspec.msgpack.decode(self._take(length, wait_s), type=frame_type)
+
+    def _take(self, num_bytes: int, wait_s: Callable[[], float]) -> memoryview:
+        while self._stop - self._start < num_bytes:
+            self._make_room(num_bytes)
+            self._connection.settimeout(wait_s())
+            with suppress(TimeoutError):
+                num_received = self._connection.recv_into(memoryview(self._buffer)[self._stop :])
+                if not num_received:
+                    raise EOFError
+                self._stop += num_received
+        self._start += num_bytes
+        return memoryview(self._buffer)[self._start - num_bytes : self._start]
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Moves what is not read to the front, of a larger buffer if `num_bytes` need one."""
+        unread = bytes(memoryview(self._buffer)[self._start : self._stop])
+        if len(self._buffer) < num_bytes:
+            self._buffer = bytearray(num_bytes)
+        self._buffer[: len(unread)] = unread
+        self._start, self._stop = 0, len(unread)

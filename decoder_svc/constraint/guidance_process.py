@@ -15,8 +15,20 @@ import threading
 from collections.abc import Callable
 
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
-from decoder_svc.constraint.frames import Check, Checked, Follow, Followed, Opening, Step, Vocabulary, encoded, received
+from decoder_svc.constraint.frames import (
+    Check,
+    Checked,
+    Follow,
+    Followed,
+    Forced,
+    Opening,
+    Step,
+    Vocabulary,
+    encoded,
+    received,
+)
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError, named_control_ids
+from decoder_svc.constraint.mask_numbers import MaskNumbers
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.process.limited_side import end_with_owner, limited_side
 
@@ -30,33 +42,74 @@ class AnswerMatchers:
 
     def serve(self, connection: socket.socket) -> None:
         """Computes what is asked for, until the other side has ended."""
+        numbers = MaskNumbers()
         while True:
             follow = received(connection, Follow)
             for answer_id in follow.ended_ids:
                 self._matchers.pop(answer_id, None)
-            for step in follow.steps:
-                connection.sendall(encoded(self._followed(step)))
+            outbox = _Outbox(connection, follow.is_careful)
+            steps = self._forced(follow, outbox) if follow.num_forced else follow.steps
+            for step in steps:
+                outbox.add(self._followed(step, numbers))
+            outbox.flush()
 
-    def _followed(self, step: Step) -> Followed:
+    def _forced(self, follow: Follow, outbox: _Outbox) -> list[Step]:
+        """Sends forced tokens, and returns the steps of answers without an error, with these tokens as their drafts."""
+        steps, num_left = [], follow.num_forced
+        for step in follow.steps:
+            try:
+                answer = self._opened(step)
+                token_ids = answer.forced(step.token_ids, num_left)
+                error = answer.error
+            except RefusedConstraintError as refusal:
+                # While it is opened, or compiled anew in the midst of an answer.
+                token_ids, error = [], str(refusal)
+            outbox.add(Forced(error, token_ids))
+            num_left -= len(token_ids)
+            if error is None:
+                steps.append(Step(step.answer_id, None, [], token_ids))
+        outbox.flush()
+        return steps
+
+    def _followed(self, step: Step, numbers: MaskNumbers) -> Followed:
         try:
-            if step.opening is not None:
-                self._open(step.answer_id, step.opening)
-            answer = self._matchers[step.answer_id]
-            forced, masks = [], []
-            if step.num_forced:
-                forced = answer.forced(step.token_ids, step.num_forced)
-            else:
-                masks = answer.masks(step.token_ids, step.draft_ids)
+            answer = self._opened(step)
+            masks = answer.masks(step.token_ids, step.draft_ids)
         except RefusedConstraintError as error:
-            # While it is opened, or compiled anew in the midst of an answer.
-            return Followed(str(error), [], [])
-        return Followed(answer.error, forced, masks)
+            return Followed(str(error), [], {})
+        new_masks: dict[int, bytes] = {}
+        return Followed(answer.error, [numbers.number(mask, new_masks) for mask in masks], new_masks)
+
+    def _opened(self, step: Step) -> AnswerMatcher:
+        if step.opening is not None:
+            self._open(step.answer_id, step.opening)
+        return self._matchers[step.answer_id]
 
     def _open(self, answer_id: int, opening: Opening) -> None:
         constraint = Constraint(ConstraintKind(opening.kind), opening.text)
         forbidden_ids = self._grammars.control_token_ids - named_control_ids(constraint)
         start = functools.partial(self._grammars.matcher, constraint)
         self._matchers[answer_id] = AnswerMatcher(start, opening.stop_token_ids, opening.num_logits, forbidden_ids)
+
+
+class _Outbox:
+    """Sends outcomes: together, or each at once."""
+
+    def __init__(self, connection: socket.socket, is_careful: bool) -> None:
+        self._connection = connection
+        self._is_careful = is_careful
+        self._frames: list[bytes] = []
+
+    def add(self, outcome: Forced | Followed) -> None:
+        """Takes an outcome, and sends it if each is sent at once."""
+        self._frames.append(encoded(outcome))
+        if self._is_careful:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends the outcomes that have not been sent."""
+        self._connection.sendall(b"".join(self._frames))
+        self._frames.clear()
 
 
 def check_all(connection: socket.socket, grammars: Grammars) -> None:

@@ -116,14 +116,20 @@ class AnswerSoFar:
 class ConstraintFollower(Protocol):
     """Follows the grammars of many answers. The engine's thread uses it."""
 
-    def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
-        """Returns at most `num_tokens` tokens for each answer about which its grammar leaves no choice.
+    def begin(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> None:
+        """Begins to compute forced tokens and masks of answers that will be asked about. The next call replaces it."""
 
+    def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
+        """Returns tokens of each answer about which its grammar leaves no choice, at most `num_tokens` of each.
+
+        They may be fewer than there are: a scheduler takes `num_tokens` of all answers together.
         They are split as the tokenizer splits them. The same text may have other tokens, which the model may prefer.
         """
 
     def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
         """Begins to compute masks, and returns a function that waits for them. No other question may come before.
+
+        If `begin` or `forced` was asked about the same answers, their masks are being computed since.
 
         For each answer they are the tokens that may follow `token_ids`, and then each of the drafts. A mask has one bit
         per token of the vocabulary, the lowest bit of the first byte first, and fills whole words of four bytes. Behind

@@ -162,7 +162,10 @@ class Scheduler:
         self._void = {request_id for request_id, (token, *_) in tokens.items() if token.is_corrected}
         # A token is drawn again behind the next step on the device.
         self._waiting.end_step(output.num_scheduled_tokens, is_late=bool(self._void))
-        return [update for chunk in output.chunks for update in self._take(chunk, tokens.get(chunk.request_id, []))]
+        updates = [update for chunk in output.chunks for update in self._take(chunk, tokens.get(chunk.request_id, []))]
+        going_on = {one.request.request_id: one.request for one in updates if one.request.request_id in self._requests}
+        self.speculation.begin_forced(going_on.values())
+        return updates
 
     def fail_step(self, output: SchedulerOutput, behind: SchedulerOutput | None = None) -> list[Request]:
         """Ends the requests of a step that failed, and discards the blocks that it should have computed.

@@ -14,7 +14,7 @@ are not published, their block is released, and their slot is written again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
@@ -59,6 +59,12 @@ class Speculation:
         # Since start-up: draft tokens computed, and how many of them were accepted into an answer.
         self.num_drafted = 0
         self.num_accepted = 0
+
+    def begin_forced(self, requests: Iterable[Request]) -> None:
+        """Has grammars begin with the next tokens of these requests, while the engine passes on their last ones."""
+        answers = _constrained(requests)
+        if answers and self._limits.max_forced_tokens > 0:
+            answers[0].constraint.follower.begin(answers, self._limits.max_forced_tokens)
 
     def add_drafts(
         self, chunks: list[ScheduledChunk], requests: Mapping[RequestId, Request], token_budget: int
@@ -122,16 +128,12 @@ class Speculation:
 
     def _forced(self, requests: Sequence[Request]) -> dict[RequestId, tuple[int, ...]]:
         """Returns the next tokens about which grammars leave no choice, of all requests that have one."""
-        constrained = [
-            (request.request_id, AnswerSoFar(request.constraint, request.token_ids))
-            for request in requests
-            if request.constraint is not None
-        ]
-        if not constrained or self._limits.max_forced_tokens == 0:
+        constrained = [request for request in requests if request.constraint is not None]
+        answers = _constrained(constrained)
+        if not answers or self._limits.max_forced_tokens == 0:
             return {}
-        answers = [answer for _, answer in constrained]
         found = answers[0].constraint.follower.forced(answers, self._limits.max_forced_tokens)
-        return {request_id: tuple(forced) for (request_id, _), forced in zip(constrained, found, strict=True)}
+        return {request.request_id: tuple(forced) for request, forced in zip(constrained, found, strict=True)}
 
     def _guessed(self, request: Request, num_tokens: int) -> tuple[int, ...]:
         """Returns the drafter's guesses, as far as blocks are free."""
@@ -161,6 +163,12 @@ class Speculation:
             sliding=sliding,
             draft_ids=draft_ids,
         )
+
+
+def _constrained(requests: Iterable[Request]) -> list[AnswerSoFar]:
+    return [
+        AnswerSoFar(request.constraint, request.token_ids) for request in requests if request.constraint is not None
+    ]
 
 
 class _RequestDrafter:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from decoder_svc.constraint.answer_follower import FollowedAnswer
 from decoder_svc.constraint.constraint_process import ConstraintProcess
+from decoder_svc.constraint.followed_answer import FollowedAnswer
 from decoder_svc.constraint.frames import Step
 from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
@@ -179,8 +179,8 @@ async def test_a_constraint_that_becomes_too_complex_ends_its_own_request(
 ) -> None:
     original = FollowedAnswer.step
 
-    def failing(self: FollowedAnswer, process: ConstraintProcess, answer: AnswerSoFar, num_forced: int) -> Step:
-        step = original(self, process, answer, num_forced)
+    def failing(self: FollowedAnswer, process: ConstraintProcess, answer: AnswerSoFar) -> Step:
+        step = original(self, process, answer)
         if len(answer.token_ids) > self._num_prompt_tokens + 20:
             # The expression does not take the end of an answer here.
             step.token_ids = [END]

@@ -15,8 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from decoder_svc.constraint import answer_follower
-from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswer
+from decoder_svc.constraint import current_process, question
+from decoder_svc.constraint.answer_follower import AnswerFollower
+from decoder_svc.constraint.current_process import CurrentProcess
+from decoder_svc.constraint.followed_answer import FollowedAnswer
 from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError
@@ -42,6 +44,8 @@ CONSTRAINTS = [
         json.dumps({"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}),
     ),
 ]
+# Most forced tokens of all answers of a step.
+NUM_FORCED = 12
 
 
 @pytest.fixture
@@ -64,8 +68,8 @@ def begun(follower: AnswerFollower, constraint: Constraint) -> FollowedAnswer:
 
 
 def pid_of(follower: AnswerFollower) -> int:
-    assert follower._process is not None
-    return follower._process.pid
+    assert follower._current._process is not None
+    return follower._current._process.pid
 
 
 def allowed(mask: bytes) -> list[int]:
@@ -83,12 +87,27 @@ class Walk:
         self.has_ended = False
 
     def so_far(self, draft_ids: tuple[int, ...] = ()) -> AnswerSoFar:
-        return AnswerSoFar(self.followed, np.array(self.ids), draft_ids)
+        return AnswerSoFar(self.followed, self.ids, draft_ids)
 
     def go_on(self, mask: bytes, rng: random.Random) -> None:
         token_id = rng.choice(allowed(mask))
         self.has_ended = token_id == END
         self.ids.append(token_id)
+
+
+def forced_alone(walks: list[Walk]) -> list[list[int]]:
+    """Returns the forced tokens of each answer, NUM_FORCED of all together."""
+    found: list[list[int]] = []
+    for walk in walks:
+        found.append(walk.alone.forced(walk.ids, NUM_FORCED)[: NUM_FORCED - sum(map(len, found))])
+    return found
+
+
+def drawn_drafts(forced: list[int], rng: random.Random) -> tuple[int, ...]:
+    """Returns forced tokens, as many as there is room for, or guesses where there are none."""
+    if forced and rng.random() < 0.8:
+        return tuple(forced[: rng.randint(0, len(forced))])
+    return tuple(rng.randrange(DEMO_VOCAB) for _ in range(rng.randrange(3)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -103,20 +122,35 @@ def test_masks_and_forced_tokens_are_those_of_a_matcher_here_though_processes_ar
         if rng.random() < 0.3:
             os.kill(pid_of(follower), rng.choice([signal.SIGKILL, signal.SIGTERM]))
             num_kills += 1
-        forced = follower.forced([walk.so_far() for walk in live], 6)
-        assert forced == [walk.alone.forced(walk.ids, 6) for walk in live]
-        drafts = [tuple(ids) or (rng.randrange(DEMO_VOCAB),) * rng.randrange(3) for ids in forced]
-        finish = follower.begin_masks([walk.so_far(ids) for walk, ids in zip(live, drafts, strict=True)])
-        if rng.random() < 0.3 and follower._process is not None:
+        # A part of the answers comes behind a prompt, which the scheduler does not ask about.
+        asked = [walk for walk in live if rng.random() < 0.8]
+        begun_with = [walk for walk in asked if rng.random() < 0.9]
+        is_ahead = rng.random() < 0.7
+        if is_ahead:
+            follower.begin([walk.so_far() for walk in begun_with], NUM_FORCED)
+            if rng.random() < 0.2 and follower._current._process is not None:
+                os.kill(pid_of(follower), signal.SIGKILL)
+                num_kills += 1
+        forced = follower.forced([walk.so_far() for walk in asked], NUM_FORCED)
+        assert forced == forced_alone(asked)
+        drafts = {id(walk): drawn_drafts(ids, rng) for walk, ids in zip(asked, forced, strict=True)}
+        if rng.random() < 0.2 and follower._current._process is not None:
             os.kill(pid_of(follower), signal.SIGKILL)
             num_kills += 1
-        for walk, ids, masks in zip(live, drafts, finish(), strict=True):
-            expected = walk.alone.masks(walk.ids, ids)
-            assert len(masks) == 1 + len(ids)
-            assert masks[: len(expected)] == expected
-            assert all(mask == b"\xff" * len(mask) for mask in masks[len(expected) :])
-            walk.go_on(masks[0], rng)
-            num_asked += 1
+        cut = rng.randrange(len(live) + 1) if rng.random() < 0.3 else len(live)
+        for part in (live[:cut], live[cut:]):
+            so_far = [walk.so_far(drafts.get(id(walk), ())) for walk in part]
+            finish = follower.begin_masks(so_far)
+            if rng.random() < 0.3 and follower._current._process is not None:
+                os.kill(pid_of(follower), signal.SIGKILL)
+                num_kills += 1
+            for walk, answer, masks in zip(part, so_far, finish(), strict=True):
+                expected = walk.alone.masks(walk.ids, answer.draft_ids)
+                assert len(masks) == 1 + len(answer.draft_ids)
+                assert masks[: len(expected)] == expected
+                assert all(mask == b"\xff" * len(mask) for mask in masks[len(expected) :])
+                walk.go_on(masks[0], rng)
+                num_asked += 1
     assert num_kills > 3
     assert num_asked > 40
     assert all(walk.followed.error is None for walk in walks)
@@ -130,12 +164,17 @@ def test_a_question_that_nobody_waited_for_does_not_answer_the_next_one(follower
     assert masks == [again]
     ((other,),) = follower.begin_masks([AnswerSoFar(digits, PROMPT)])()
     assert other != again
+    expected = follower.forced([AnswerSoFar(digits, PROMPT)], 4)
+    follower.forced([AnswerSoFar(choice, PROMPT)], 4)
+    assert follower.forced([AnswerSoFar(digits, PROMPT)], 4) == expected
+    ((once_more,),) = follower.begin_masks([AnswerSoFar(choice, PROMPT)])()
+    assert once_more == again
 
 
 def test_the_answer_that_ends_processes_ends_and_no_other_one(
     follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_follower, "_STACK_BYTES", 1 << 20)
+    monkeypatch.setattr(current_process, "_STACK_BYTES", 1 << 20)
     good, bad, other = begun(follower, DIGITS), begun(follower, chain(3500)), begun(follower, CONSTRAINTS[3])
     asked = [AnswerSoFar(answer, PROMPT) for answer in (good, bad, other)]
     for _ in range(3):
@@ -153,8 +192,8 @@ def test_the_answer_that_ends_processes_ends_and_no_other_one(
 def test_an_answer_that_hangs_its_process_ends(follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = begun(follower, DIGITS), begun(follower, CONSTRAINTS[3])
     # No processor time is allowed at all: whatever is asked first takes too long.
-    monkeypatch.setattr(answer_follower, "_CPU_S", 0.0)
-    monkeypatch.setattr(answer_follower, "_CPU_S_PER_MASK", 0.0)
+    monkeypatch.setattr(question, "_CPU_S", 0.0)
+    monkeypatch.setattr(question, "_CPU_S_PER_MASK", 0.0)
     monkeypatch.setattr(process_clock, "_LOOK_S", 0.0)
     follower.begin_masks([AnswerSoFar(bad, PROMPT)])()
     assert isinstance(bad.error, InvalidParameterError)
@@ -167,14 +206,14 @@ def test_processes_that_are_always_killed_are_no_answers_fault(
     follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = begun(follower, DIGITS)
-    original = AnswerFollower.running
+    original = CurrentProcess.running
 
-    def killed(self: AnswerFollower) -> Any:
+    def killed(self: CurrentProcess) -> Any:
         process = original(self)
         process._process.stop()
         return process
 
-    monkeypatch.setattr(AnswerFollower, "running", killed)
+    monkeypatch.setattr(CurrentProcess, "running", killed)
     follower.begin_masks([AnswerSoFar(answer, PROMPT)])()
     assert isinstance(answer.error, UnavailableError)
     assert follower.forced([AnswerSoFar(answer, PROMPT)], 4) == [[]]
@@ -187,8 +226,8 @@ def test_ended_answers_are_forgotten(follower: AnswerFollower) -> None:
     del answer
     follower.forced([], 4)
     gc.collect()
-    assert follower.take_ended_ids() == [number]
-    assert follower.take_ended_ids() == []
+    assert follower._current.take_ended_ids() == [number]
+    assert follower._current.take_ended_ids() == []
 
 
 def test_a_closed_follower_has_no_process_and_gives_errors(follower: AnswerFollower) -> None:
@@ -220,3 +259,21 @@ def test_a_constraint_is_compiled_while_others_are_followed(follower: AnswerFoll
         assert follower.begin_masks([AnswerSoFar(answer, PROMPT)])() == [expected]
     stop.set()
     thread.join()
+
+
+def test_answers_get_their_own_masks_when_they_differ_in_every_step(follower: AnswerFollower) -> None:
+    """More different masks than both sides keep, in one question and in many."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=40)) for _ in range(20)]
+    answers = [begun(follower, Constraint(ConstraintKind.CHOICE, json.dumps([text, text[::-1]]))) for text in texts]
+    tokens = [demo_grammars().tokenizer.tokenize_str(text) for text in texts]
+    for length in range(max(map(len, tokens))):
+        so_far = [
+            AnswerSoFar(answer, [*PROMPT, *ids[:length]], ids[length : length + 40])
+            for answer, ids in zip(answers, tokens, strict=True)
+            if length < len(ids)
+        ]
+        follower.forced([AnswerSoFar(one.constraint, one.token_ids) for one in so_far], NUM_FORCED)
+        for one, masks in zip(so_far, follower.begin_masks(so_far)(), strict=True):
+            for token_id, mask in zip(one.draft_ids, masks, strict=False):
+                assert token_id in allowed(mask)

@@ -45,7 +45,7 @@ def test_grammars_and_given_tokens_in_one_step() -> None:
     """Each answer gets its own masks, in the order of the question. Given tokens need no process."""
     follower = AnswerFollower(demo_vocabulary, DEMO_VOCAB)
     one, other = fixed(follower, [9]), fixed(follower, [10])
-    assert follower._process is None
+    assert follower._current._process is None
     constraint = Constraint(ConstraintKind.CHOICE, '["red"]')
     try:
         follower.prepare(constraint)

@@ -11,12 +11,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from decoder_svc.constraint import answer_follower, answer_matcher, json_schema
-from decoder_svc.constraint.answer_follower import AnswerFollower, FollowedAnswer
+from decoder_svc.constraint import answer_matcher, json_schema
+from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.constraint_process import ConstraintProcess
+from decoder_svc.constraint.followed_answer import FollowedAnswer
 from decoder_svc.constraint.frames import Step
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.constraint.question import Question
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from tests.decoder_svc.constraint import test_answer_follower
 from tests.decoder_svc.constraint.demo_constraints import (
@@ -127,8 +129,8 @@ def patterns_are_left_as_they_are(patch: Patch) -> None:
 def a_token_is_read_twice(patch: Patch) -> None:
     original = FollowedAnswer.step
 
-    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar, num_forced: int) -> Step:
-        found = original(self, process, answer, num_forced)
+    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar) -> Step:
+        found = original(self, process, answer)
         self._num_read -= bool(found.token_ids)
         return found
 
@@ -139,9 +141,9 @@ def a_token_is_read_twice(patch: Patch) -> None:
 def a_new_process_gets_the_newest_tokens_only(patch: Patch) -> None:
     original = FollowedAnswer.step
 
-    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar, num_forced: int) -> Step:
+    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar) -> Step:
         num_read = self._num_read
-        found = original(self, process, answer, num_forced)
+        found = original(self, process, answer)
         del found.token_ids[: num_read - len(PROMPT)]
         return found
 
@@ -152,9 +154,9 @@ def a_new_process_gets_the_newest_tokens_only(patch: Patch) -> None:
 def a_new_process_is_not_told_the_constraint(patch: Patch) -> None:
     original = FollowedAnswer.step
 
-    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar, num_forced: int) -> Step:
+    def step(self: FollowedAnswer, process: Any, answer: AnswerSoFar) -> Step:
         is_first = self._process is None
-        found = original(self, process, answer, num_forced)
+        found = original(self, process, answer)
         found.opening = found.opening if is_first else None
         return found
 
@@ -163,19 +165,23 @@ def a_new_process_is_not_told_the_constraint(patch: Patch) -> None:
 
 @mutation
 def outcomes_of_an_abandoned_question_answer_the_next_one(patch: Patch) -> None:
-    patch.setattr(answer_follower._Question, "give_up", lambda self: None)
+    patch.setattr(AnswerFollower, "_wait", lambda self: None)
+
+
+@mutation
+def masks_behind_forced_tokens_are_taken_for_those_behind_guesses(patch: Patch) -> None:
+    patch.setattr(Question, "covers", lambda self, answer: id(answer.constraint) in self._indices)
 
 
 @mutation
 def a_kill_from_outside_blames_the_answer(patch: Patch) -> None:
     patch.setattr(ConstraintProcess, "was_killed_from_outside", lambda self: False)
-    patch.setattr(answer_follower, "_MAX_DEATHS", 1)
 
 
 @mutation
 def outcomes_are_given_to_answers_in_another_order(patch: Patch) -> None:
-    original = answer_follower._Question.result
-    patch.setattr(answer_follower._Question, "result", lambda self: original(self)[::-1])
+    original = Question.masks
+    patch.setattr(Question, "masks", lambda self: original(self)[::-1])
 
 
 def walk_alone(grammars: Grammars, constraint: Constraint, rng: random.Random) -> str:

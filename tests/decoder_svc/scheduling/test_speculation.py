@@ -280,10 +280,16 @@ class Forced:
 
     def __init__(self, *token_ids: int) -> None:
         self._token_ids = list(token_ids)
+        self.num_begun = 0
 
     @property
     def follower(self) -> ConstraintFollower:
         return self
+
+    def begin(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> None:
+        for answer in answers:
+            assert isinstance(answer.constraint, Forced)
+            answer.constraint.num_begun += 1
 
     def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
         found = []
