@@ -43,7 +43,8 @@ cache_app = typer.Typer(help="See and change what the caches hold, as an operato
 for operation in (cache.stats, cache.evict, cache.pin, cache.unpin):
     cache_app.command()(operation)
 app.add_typer(cache_app, name="cache")
-adapters_app = typer.Typer(help="Load and unload a decoder's LoRA adapters, as an operator.", no_args_is_help=True)
+adapters_app = typer.Typer(help="List a decoder's LoRA adapters, and load and unload them.", no_args_is_help=True)
+adapters_app.command("list")(adapters.names)
 adapters_app.command()(adapters.load)
 adapters_app.command()(adapters.unload)
 app.add_typer(adapters_app, name="adapters")

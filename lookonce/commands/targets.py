@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lookonce.client import Client
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings
@@ -31,6 +33,19 @@ def admin_target(given: str | None) -> str:
             "admin_listen"
         )
     return record.admin
+
+
+def decoder_admin_targets(given: str | None) -> Sequence[str]:
+    """Returns host:port of decoders' operators' calls. Raises ConfigurationError as `decoder_target`."""
+    if given is not None:
+        return [given]
+    record = only_stack(stacks())
+    if record is None or not record.decoder_admins:
+        raise ConfigurationError(
+            "no operators' calls of a decoder found; start a server with `lookonce up`, or give --target host:port "
+            "of a decoder's admin_listen"
+        )
+    return record.decoder_admins
 
 
 def stacks() -> list[StackRecord]:

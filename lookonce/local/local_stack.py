@@ -161,13 +161,13 @@ class LocalStack:
     def _launch(self, encoders: Sequence[str], decoders: Sequence[str], reserve: Callable[[], str]) -> None:
         """Starts all processes at once, since each spends most of its start on loading libraries and the model."""
         for index, address in enumerate(encoders):
-            arguments = [*self._shared_arguments(address, reserve()), "--admin-listen", reserve()]
-            arguments += self._encoder_arguments
+            arguments = [*self._shared_arguments(address, reserve(), reserve()), *self._encoder_arguments]
             self.encoders.append(self._launched(f"encoder-{index}", "encoder_svc", arguments))
         targets = ["--encoder-target", f"ipv4:{','.join(encoders)}"] if encoders else []
         share = ["--kv-cache-memory-share", f"{_KV_CACHE_MEMORY_SHARE / max(1, len(decoders)):g}"]
         for index, address in enumerate(decoders):
-            arguments = [*self._shared_arguments(address, reserve()), *targets, *share, *self._decoder_arguments]
+            arguments = self._shared_arguments(address, reserve(), reserve())
+            arguments += [*targets, *share, *self._decoder_arguments]
             self.decoders.append(self._launched(f"decoder-{index}", "decoder_svc", arguments))
         if self._has_playground:
             arguments = ["--listen", reserve(), "--metrics-listen", reserve(), "--playground"]
@@ -178,9 +178,9 @@ class LocalStack:
         self._commands[name] = module, arguments
         return ChildProcess(name, module, arguments, self._directory)
 
-    def _shared_arguments(self, address: str, metrics_address: str) -> list[str]:
+    def _shared_arguments(self, address: str, metrics_address: str, admin_address: str) -> list[str]:
         arguments = ["--model", str(self._model), "--dtype", self._dtype, "--device", self._device]
-        arguments += ["--listen", address, "--metrics-listen", metrics_address]
+        arguments += ["--listen", address, "--metrics-listen", metrics_address, "--admin-listen", admin_address]
         arguments += _DRAIN
         if self.redis_url is not None:
             arguments += ["--redis-url", self.redis_url]

@@ -28,6 +28,8 @@ class StackRecord:
     # Prometheus endpoints, in the order of the services.
     decoder_metrics: tuple[str, ...]
     encoder_metrics: tuple[str, ...]
+    # The operators' calls of the decoders, in their order.
+    decoder_admins: tuple[str, ...] = ()
 
     def write(self, directory: pathlib.Path) -> None:
         """Writes the record, and removes those of processes that have ended without removing theirs.

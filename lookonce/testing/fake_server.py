@@ -34,8 +34,8 @@ class FakeServer:
     """A decoder and an encoder behind one target of this machine, in threads of this process.
 
     A token is a word. An image has always the same number of rows, and is known by its digest once its bytes were sent.
-    Options of sampling have no effect. Videos, structured output, tokenizing and operators' calls are not offered.
-    A function that answers must return: Python waits for it when the program ends.
+    Options of sampling have no effect. Videos, structured output, scores, embeddings, tokenizing and operators' calls
+    are not offered. A function that answers must return: Python waits for it when the program ends.
     """
 
     def __init__(self, answer: Answer = "an answer", *, rows_per_image: int = 16) -> None:

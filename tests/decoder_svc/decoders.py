@@ -30,6 +30,8 @@ class RunningDecoder:
     stub: DecoderServiceAsyncStub
     service: DecoderService
     registry: CollectorRegistry
+    # host:port
+    target: str
 
 
 @asynccontextmanager
@@ -48,7 +50,7 @@ async def running_decoder(
         served(parsed, service.entry()) as target,
         grpc.aio.insecure_channel(target, options=options) as channel,
     ):
-        yield RunningDecoder(DecoderServiceStub(channel), service, registry)
+        yield RunningDecoder(DecoderServiceStub(channel), service, registry, target)
 
 
 def source(data: bytes, **fields: Any) -> common_pb2.ImageSource:

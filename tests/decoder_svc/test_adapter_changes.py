@@ -118,6 +118,8 @@ async def test_operators_have_clients_and_a_command(decoder: RunningDecoder, fol
             ):
                 done = run_here({}, "adapters", *arguments, "--target", target)
                 assert (done.returncode, done.stdout) == (0, printed), done.stderr
+                served = run_here({}, "adapters", "list", "--target", decoder.target)
+                assert (served.returncode, served.stdout) == (0, printed), served.stderr
             done = run_here({}, "adapters", "load", "nowhere", "--target", target)
             assert done.returncode == 1
             assert "adapter nowhere: adapter_config.json is missing" in done.stderr

@@ -17,7 +17,9 @@ _CHOSEN_BY_UP = frozenset({
     "--metrics-listen", "--ready-file", "--encoder-target", "--drain-timeout-s",
 })  # fmt: skip
 # The addresses in the environment do not count, since `up` gives its own.
-_ADDRESSES = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+_ADDRESSES = tuple(
+    part for name in ("--listen", "--metrics-listen", "--admin-listen") for part in (name, "127.0.0.1:0")
+)
 
 
 def service_flags(arguments: Sequence[str], model: str) -> dict[Service, list[str]]:

@@ -118,13 +118,22 @@ def up(
 
 
 def _record_of(stack: LocalStack) -> StackRecord:
-    admin = stack.encoders[0].ready.admin_target
-    assert admin is not None, "the stack gives encoders an address for operators' calls"
+    admins = {
+        name: tuple(str(process.ready.admin_target) for process in processes)
+        for name, processes in (("encoders", stack.encoders), ("decoders", stack.decoders))
+    }
     metrics = {
         name: tuple(f"127.0.0.1:{process.ready.metrics_port}" for process in processes)
         for name, processes in (("decoder_metrics", stack.decoders), ("encoder_metrics", stack.encoders))
     }
-    return StackRecord(os.getpid(), tuple(stack.decoder_targets), tuple(stack.encoder_targets), admin, **metrics)
+    return StackRecord(
+        os.getpid(),
+        tuple(stack.decoder_targets),
+        tuple(stack.encoder_targets),
+        admins["encoders"][0],
+        **metrics,
+        decoder_admins=admins["decoders"],
+    )
 
 
 def _demo_model() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lookonce.commands.targets import admin_target, decoder_target, stacks
+from lookonce.commands.targets import admin_target, decoder_admin_targets, decoder_target, stacks
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings
 from lookonce.local.stack_record import StackRecord
@@ -45,3 +45,13 @@ def test_with_several_stacks_a_target_must_be_given() -> None:
         with pytest.raises(ConfigurationError, match=r"2 `lookonce up` are running"):
             target(None)
         assert target("argument:5") == "argument:5"
+
+
+def test_operators_calls_of_decoders_are_those_of_all_decoders_of_the_stack() -> None:
+    with pytest.raises(ConfigurationError, match="lookonce up"):
+        decoder_admin_targets(None)
+    record = StackRecord(os.getpid(), ("a:1", "b:1"), ("c:1",), "c:2", (), (), ("a:2", "b:2"))
+    record.write(CliSettings().record_dir)
+    assert stacks() == [record]
+    assert decoder_admin_targets(None) == ("a:2", "b:2")
+    assert decoder_admin_targets("d:2") == ["d:2"]
