@@ -8,6 +8,7 @@ from lookonce.families import (
     aya_vision,
     gemma3,
     glm4v,
+    glm46v,
     idefics3,
     internvl,
     llava,
@@ -39,6 +40,7 @@ _MODULES = (
     paligemma,
     mistral3,
     glm4v,
+    glm46v,
     aya_vision,
     paddleocr_vl,
 )
