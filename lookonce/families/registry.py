@@ -8,6 +8,7 @@ from lookonce.families import (
     aya_vision,
     gemma3,
     glm4v,
+    glm4v_moe,
     glm46v,
     idefics3,
     internvl,
@@ -41,6 +42,7 @@ _MODULES = (
     mistral3,
     glm4v,
     glm46v,
+    glm4v_moe,
     aya_vision,
     paddleocr_vl,
 )
