@@ -10,6 +10,7 @@ from lookonce.families import (
     glm4v,
     glm4v_moe,
     glm46v,
+    glm_ocr,
     idefics3,
     internvl,
     llava,
@@ -43,6 +44,7 @@ _MODULES = (
     glm4v,
     glm46v,
     glm4v_moe,
+    glm_ocr,
     aya_vision,
     paddleocr_vl,
 )
