@@ -11,6 +11,7 @@ from lookonce.families import (
     glm4v_moe,
     glm46v,
     glm_ocr,
+    hunyuan_vl,
     idefics3,
     internvl,
     llava,
@@ -47,6 +48,7 @@ _MODULES = (
     glm_ocr,
     aya_vision,
     paddleocr_vl,
+    hunyuan_vl,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
