@@ -112,6 +112,8 @@ def _notes(family: Family) -> str:
         words.append("`max_pixels`")
     if family.axes is PositionAxes.MROPE:
         words.append("M-RoPE")
+    if family.axes is PositionAxes.XDROPE:
+        words.append("XD-RoPE")
     if family.has_levels:
         words.append("feature levels")
     if family.mask is Mask.IMAGE:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decoder_svc.prompt.image_layout import ImageLayout, layout_of
-from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions
+from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions, xdrope_positions
 from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
@@ -53,7 +53,7 @@ class DecoderFamily:
         self.no_video_reason = model.no_video_reason or ("" if video_token else "the tokenizer has no video token")
         # The placeholder of one video in a rendered prompt; None: videos are refused.
         self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
-        self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
+        self.num_position_axes = data.axes.num_axes
         self.mask = data.mask
         # Extra feature levels per row.
         self.num_levels = model.num_levels
@@ -108,11 +108,12 @@ class DecoderFamily:
 
     def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
         """Returns the rotary positions of an expanded prompt; None for 0, 1, 2, …"""
-        if self.num_position_axes == 1:
+        axes = self.model.data.axes
+        if axes is PositionAxes.SEQUENCE:
             return sequence_positions(num_tokens, self.model.data.first_position)
         placed = zip(spans, layouts, strict=True)
         grids = [PlacedGrid(span, layout.grid, layout.place) for span, layout in placed if layout.grid is not None]
-        return mrope_positions(num_tokens, grids)
+        return (mrope_positions if axes is PositionAxes.MROPE else xdrope_positions)(num_tokens, grids)
 
     def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
         shape = self.model.image_shape(width, height, options)

@@ -50,6 +50,23 @@ def mrope_positions(num_tokens: int, images: Sequence[PlacedGrid]) -> Positions:
     return Positions(tuple(tuple(axis) for axis in axes), delta=position - num_tokens)
 
 
+def xdrope_positions(num_tokens: int, images: Sequence[PlacedGrid]) -> Positions:
+    """Returns XD-RoPE positions: axes for the place in the prompt, column, line and number of the image.
+
+    An image's first and last row are markers with the positions of text (arXiv:2511.19575). `images` are in prompt
+    order.
+    """
+    axes = tuple(list(range(num_tokens)) for _ in range(4))
+    for number, image in enumerate(images):
+        _, height, width = image.grid
+        start = image.span.offset + (image.span.length - height * width) // 2
+        for cell in range(height * width):
+            axes[1][start + cell] = cell % width
+            axes[2][start + cell] = cell // width
+            axes[3][start + cell] = number
+    return Positions(tuple(tuple(axis) for axis in axes), delta=0)
+
+
 def _append_text(axes: tuple[list[int], ...], position: int, num_tokens: int) -> int:
     for axis in axes:
         axis.extend(range(position, position + num_tokens))

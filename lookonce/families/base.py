@@ -32,6 +32,14 @@ class PositionAxes(enum.Enum):
     SEQUENCE = "sequence"
     # Time, height and width: text advances all three, an image spans its grid (M-RoPE, arXiv:2409.12191, section 2.1).
     MROPE = "mrope"
+    # The place in the prompt, and in an image's grid also the column, the line and the image's number, all counted from
+    # zero; elsewhere the place on all four (XD-RoPE, arXiv:2511.19575).
+    XDROPE = "xdrope"
+
+    @property
+    def num_axes(self) -> int:
+        """Returns how many numbers make up the position of a token."""
+        return {PositionAxes.SEQUENCE: 1, PositionAxes.MROPE: 3, PositionAxes.XDROPE: 4}[self]
 
 
 @dataclass(frozen=True, slots=True)

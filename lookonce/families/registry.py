@@ -8,6 +8,10 @@ from lookonce.families import (
     aya_vision,
     gemma3,
     glm4v,
+    glm4v_moe,
+    glm46v,
+    glm_ocr,
+    hunyuan_vl,
     idefics3,
     internvl,
     llava,
@@ -39,8 +43,12 @@ _MODULES = (
     paligemma,
     mistral3,
     glm4v,
+    glm46v,
+    glm4v_moe,
+    glm_ocr,
     aya_vision,
     paddleocr_vl,
+    hunyuan_vl,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -15,6 +15,8 @@ def offers_of(family: Family) -> list[str]:
         offers.append("max_pixels")
     if family.axes is PositionAxes.MROPE:
         offers.append("M-RoPE")
+    if family.axes is PositionAxes.XDROPE:
+        offers.append("XD-RoPE")
     if family.has_levels:
         offers.append("feature levels")
     if family.depends_on_image_count:

@@ -21,6 +21,8 @@ SINK_MODEL_TYPES = frozenset({
     "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash",
     "openai_privacy_filter",
 })  # fmt: skip
+# Text models in which a rope of type `dynamic` with a fixed `alpha` does not depend on the batch either.
+_FIXED_ALPHA_MODEL_TYPES = frozenset({"hunyuan_vl_text"})
 _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
 # Configuration fields of features that the decoder does not support, with their description.
@@ -82,7 +84,10 @@ def _layers(_config: Any, text: Any) -> str | None:
 
 def _rope(_config: Any, text: Any) -> str | None:
     parameters = getattr(text, "rope_parameters", None) or {}
+    is_fixed = text.model_type in _FIXED_ALPHA_MODEL_TYPES and parameters.get("alpha")
     for where, rope_type in _rope_types(parameters):
+        if is_fixed and rope_type == "dynamic":
+            continue
         if rope_type in _BATCH_ROPE_TYPES:
             return (
                 f"the rope type {rope_type!r}{where}, with which the longest request of a batch changes the answers of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions
+from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions, xdrope_positions
 from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.families.base import FramePlace
 
@@ -43,6 +43,18 @@ def test_a_second_video_begins_behind_the_first() -> None:
     ]
     again = [PlacedGrid(Span(2, 1), (1, 1, 1), FramePlace(0, 0))]
     assert mrope_positions(3, pairs + again).axes[0] == (0, 3, 4)
+
+
+def test_text_and_images_on_four_axes() -> None:
+    """A token, an image of 2 × 2 cells between markers, a token, an image of 1 × 2 cells between markers, a token."""
+    positions = xdrope_positions(13, [PlacedGrid(Span(1, 6), (1, 2, 2)), PlacedGrid(Span(8, 4), (1, 1, 2))])
+    assert positions.axes == (
+        (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+        (0, 1, 0, 1, 0, 1, 6, 7, 8, 0, 1, 11, 12),
+        (0, 1, 0, 0, 1, 1, 6, 7, 8, 0, 0, 11, 12),
+        (0, 1, 0, 0, 0, 0, 6, 7, 8, 1, 1, 11, 12),
+    )
+    assert positions.delta == 0
 
 
 @given(

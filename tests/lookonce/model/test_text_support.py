@@ -26,6 +26,7 @@ BUILDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
 }
 # Fields without which the text models below cannot be read as a configuration.
 SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
+XDROPE = {"rope_type": "dynamic", "rope_theta": 4.0, "factor": 1.0, "alpha": 2.0, "mrope_section": [2, 2, 2, 2]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 1024}
 
 
@@ -33,7 +34,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, pathlib.Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        name: BUILDERS[name](root / name) for name in ("llava_clip", "gemma3", "internvl", "qwen2_vl", "llava_next")
+        name: BUILDERS[name](root / name)
+        for name in ("llava_clip", "gemma3", "hunyuan_vl", "internvl", "qwen2_vl", "llava_next")
     }
 
 
@@ -83,6 +85,9 @@ def test_every_tiny_family_is_accepted(name: str, tmp_path: pathlib.Path) -> Non
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
             "rope type 'longrope'",
         ),
+        ("hunyuan_vl", {"rope_parameters": {**XDROPE, "alpha": None}}, "rope type 'dynamic'"),
+        ("hunyuan_vl", {"rope_parameters": {**XDROPE, "mrope_section": [2, 3, 3]}}, "3 rotary axes (mrope_section)"),
+        ("llava_clip", {"rope_parameters": {**XDROPE, "mrope_section": None}}, "rope type 'dynamic'"),
         ("llava_clip", {"rope_parameters": {"rope_type": "made_up"}}, "only default, linear, llama3"),
         ("llava_clip", {"is_encoder_decoder": True}, "an encoder and a decoder (llama: is_encoder_decoder)"),
         ("llava_clip", {"add_cross_attention": True}, "cross-attention"),
@@ -141,6 +146,15 @@ def test_text_models_of_other_kinds_are_refused(
         ),
         # The form in folders from before transformers 5.
         ("qwen2_vl", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
+        # The form in published folders.
+        (
+            "hunyuan_vl",
+            {
+                "rope_parameters": None,
+                "rope_theta": 10000.0,
+                "rope_scaling": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]},
+            },
+        ),
         (
             "gemma3",
             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}},
