@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lookonce.families import (
     aya_vision,
+    deepseek_vl,
     gemma3,
     glm4v,
     idefics3,
@@ -41,6 +42,7 @@ _MODULES = (
     glm4v,
     aya_vision,
     paddleocr_vl,
+    deepseek_vl,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

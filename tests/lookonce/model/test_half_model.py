@@ -185,12 +185,15 @@ _LLAVA = {
     r"^model\.(vision_tower|multi_modal_projector|image_newline)": r"\1",
 }
 _LLAVA_WITH_CLIP = {r"^model\.vision_tower\.": "vision_tower.vision_model."} | _LLAVA
+# A SigLIP tower had one more level.
+_DEEPSEEK = {r"^model\.vision_model\.": "model.vision_model.vision_model."}
 _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
+    "deepseek_vl": _DEEPSEEK,
 }
 # Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (
