@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lookonce.families import (
     aya_vision,
     deepseek_vl,
+    deepseek_vl_hybrid,
     gemma3,
     glm4v,
     idefics3,
@@ -43,6 +44,7 @@ _MODULES = (
     aya_vision,
     paddleocr_vl,
     deepseek_vl,
+    deepseek_vl_hybrid,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -25,8 +25,12 @@ from tests.rust_panic import panic
 from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
-# Parameters that both halves hold: direct parameters of the inner model, one row each, used by the vision half.
-IN_BOTH = {"llava_next": {"model.image_newline"}, "llava_onevision": {"model.image_newline"}}
+# Parameters that both halves hold: small direct parameters of the inner model, used by the vision half.
+IN_BOTH = {
+    "llava_next": {"model.image_newline"},
+    "llava_onevision": {"model.image_newline"},
+    "deepseek_vl_hybrid": {"model.high_res_vision_alpha"},
+}
 
 Tensors = dict[str, Tensor]
 
@@ -193,7 +197,7 @@ LAYOUTS = {
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
-    "deepseek_vl": _DEEPSEEK,
+    **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid"), _DEEPSEEK),
 }
 # Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (
