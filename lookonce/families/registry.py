@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lookonce.families import (
+    aria,
     aya_vision,
     deepseek_vl,
     deepseek_vl_hybrid,
@@ -45,6 +46,7 @@ _MODULES = (
     paddleocr_vl,
     deepseek_vl,
     deepseek_vl_hybrid,
+    aria,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

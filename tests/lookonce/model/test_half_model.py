@@ -191,6 +191,10 @@ _LLAVA = {
 _LLAVA_WITH_CLIP = {r"^model\.vision_tower\.": "vision_tower.vision_model."} | _LLAVA
 # A SigLIP tower had one more level.
 _DEEPSEEK = {r"^model\.vision_model\.": "model.vision_model.vision_model."}
+_ARIA = {
+    r"^model\.language_model\.(.*experts\.)gate_up_proj$": r"language_model.model.\1fc1.weight",
+    r"^model\.language_model\.(.*experts\.)down_proj$": r"language_model.model.\1fc2.weight",
+} | _LLAVA
 _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
@@ -198,6 +202,7 @@ LAYOUTS = {
     **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid"), _DEEPSEEK),
+    "aria": _ARIA,
 }
 # Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (
