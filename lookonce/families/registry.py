@@ -13,6 +13,7 @@ from lookonce.families import (
     glm4v,
     idefics3,
     internvl,
+    janus,
     llava,
     llava_next,
     llava_onevision,
@@ -47,6 +48,7 @@ _MODULES = (
     deepseek_vl,
     deepseek_vl_hybrid,
     aria,
+    janus,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
