@@ -11,6 +11,7 @@ from lookonce.families import (
     deepseek_vl_hybrid,
     gemma3,
     glm4v,
+    idefics2,
     idefics3,
     internvl,
     janus,
@@ -49,6 +50,7 @@ _MODULES = (
     deepseek_vl_hybrid,
     aria,
     janus,
+    idefics2,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

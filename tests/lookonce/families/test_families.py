@@ -59,7 +59,7 @@ def test_row_counts_from_sizes_are_right_and_none_exceeds_the_largest(family: Mo
         try:
             shape = model.image_shape(*size, NO_OPTIONS)
         except ImageTooLargeError:
-            assert max(size) > 100 * min(size)
+            assert max(size) > 100 * min(size) or min(size) == 1
             continue
         with torch.inference_mode():
             inputs = adapter.pixel_inputs(tiny_models.random_image(index, *size), NO_OPTIONS)
