@@ -58,6 +58,9 @@ class DecoderFamily:
         # Extra feature levels per row.
         self.num_levels = model.num_levels
         self.finish_text = data.finish_text
+        # Text between an image and what follows, and its tokens in a prompt of token ids.
+        self.closing = data.closing
+        self.closing_ids = tuple(encode(text)) if (text := data.closing("")) else ()
         # Whether an image is processed differently if its prompt has several.
         self.depends_on_image_count = data.depends_on_image_count
         self._layout = functools.lru_cache(_NUM_LAYOUTS)(self._new_layout)

@@ -5,7 +5,8 @@ Knows nothing of the gRPC messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from decoder_svc.prompt.chat_template import ChatTemplate
@@ -252,7 +253,8 @@ class PromptBuilder:
             return self._placed_in_tokens(spec.token_ids, layouts)
         if isinstance(spec, TextPrompt):
             pieces = [TextPiece(self._finished(spec.text), is_trusted=True)]
-            text = _filled(pieces, self._family.placeholder, [layout.text for layout in layouts])[0].text
+            of_images = [layout.text for layout in layouts]
+            text = _filled(pieces, self._family.placeholder, of_images, self._family.closing)[0].text
             token_ids = self._tokenizer.encode_trusted(text, is_complete=self._family.finish_text is not None)
         else:
             pieces = self._filled_chat(self._rendered(spec), layouts, videos)
@@ -293,7 +295,7 @@ class PromptBuilder:
         """Replaces the placeholders of all images and videos in the rendered pieces by their texts."""
         image_id = self._family.image_token_id
         of_images = [layout.text for layout in layouts if layout.row_token_id == image_id]
-        filled = _filled(pieces, self._family.placeholder, of_images)
+        filled = _filled(pieces, self._family.placeholder, of_images, self._family.closing)
         if not videos:
             return filled
         assert self._family.video_placeholder is not None, "check() comes first"
@@ -314,7 +316,7 @@ class PromptBuilder:
         if not is_placed:
             if num_placeholders != len(layouts):
                 raise _wrong_count(len(layouts), num_placeholders)
-            return _placed_ids(token_ids, placeholder_id, layouts)
+            return _placed_ids(token_ids, placeholder_id, layouts, self._family.closing_ids)
         num_expected = sum(layout.num_rows for layout in layouts)
         if num_image_tokens != num_expected:
             raise PlaceholderMismatchError(
@@ -333,36 +335,50 @@ def _wrong_count(num_images: int, num_placeholders: int) -> ImageCountError:
     return ImageCountError(f"{num_images} images for {num_placeholders} placeholders; each placeholder takes one image")
 
 
-def _filled(pieces: Sequence[TextPiece], placeholder: str, texts: Sequence[str]) -> list[TextPiece]:
-    """Replaces the k-th placeholder in trusted pieces by the k-th text. Raises ImageCountError on a wrong number."""
+def _filled(
+    pieces: Sequence[TextPiece],
+    placeholder: str,
+    texts: Sequence[str],
+    closing: Callable[[str | None], str] = lambda _behind: "",
+) -> list[TextPiece]:
+    """Replaces the k-th placeholder in trusted pieces by the k-th text. Raises ImageCountError on a wrong number.
+
+    `closing` maps what follows a placeholder to more text: a text that it begins with, or None for another placeholder.
+    """
     num_placeholders = sum(piece.text.count(placeholder) for piece in pieces if piece.is_trusted)
     if num_placeholders != len(texts):
         raise _wrong_count(len(texts), num_placeholders)
-    upcoming = iter(texts)
-    return [
-        TextPiece(_replaced(piece.text, placeholder, upcoming), is_trusted=True) if piece.is_trusted else piece
-        for piece in pieces
-    ]
-
-
-def _replaced(text: str, placeholder: str, replacements: Iterator[str]) -> str:
-    first, *rest = text.split(placeholder)
-    return first + "".join(next(replacements) + part for part in rest)
+    upcoming = reversed(texts)
+    filled: list[TextPiece] = []
+    behind: str | None = ""
+    for piece in reversed(pieces):
+        first, *rest = piece.text.split(placeholder) if piece.is_trusted else [piece.text]
+        for index, part in reversed(list(enumerate(rest))):
+            rest[index] = next(upcoming) + closing(part or behind) + part
+            behind = None
+        behind = first or behind
+        filled.append(replace(piece, text="".join([first, *rest])))
+    return filled[::-1]
 
 
 def _placed_ids(
-    token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout]
+    token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout], closing_ids: Sequence[int]
 ) -> tuple[list[int], list[Span]]:
-    """Replaces the k-th placeholder id by the k-th layout's tokens, and returns the ids with the images' spans."""
+    """Replaces the k-th placeholder id by the k-th layout's tokens, and returns the ids with the images' spans.
+
+    `closing_ids` follow every image that is not followed by another one.
+    """
     placed: list[int] = []
     spans: list[Span] = []
-    for token_id in token_ids:
+    for token_id, next_id in itertools.zip_longest(token_ids, token_ids[1:]):
         if token_id != placeholder_id:
             placed.append(token_id)
             continue
         layout = layouts[len(spans)]
         spans.append(Span(len(placed) + layout.span_start, layout.span_length))
         placed.extend(layout.token_ids)
+        if next_id != placeholder_id:
+            placed.extend(closing_ids)
     return placed, spans
 
 

@@ -151,6 +151,10 @@ def _one_copy(_shape: ImageShape, _options: ProcessorOptions) -> int:
     return 1
 
 
+def _nothing_between(_behind: str | None) -> str:
+    return ""
+
+
 def _no_refusal(_source: FamilySource) -> None:
     return None
 
@@ -191,6 +195,8 @@ class Family:
     num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
+    # Maps the text behind an image to the text that the processor inserts between them; None: another image follows.
+    closing: Callable[[str | None], str] = _nothing_between
     # Returns why a folder of this type cannot be served, or None if it can.
     refusal: Callable[[FamilySource], str | None] = _no_refusal
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lookonce.families import (
+    aria,
     aya_vision,
+    deepseek_vl,
+    deepseek_vl_hybrid,
     gemma3,
     glm4v,
     glm4v_moe,
     glm46v,
     glm_ocr,
     hunyuan_vl,
+    idefics2,
     idefics3,
     internvl,
+    janus,
     llava,
     llava_next,
     llava_onevision,
@@ -49,6 +54,11 @@ _MODULES = (
     aya_vision,
     paddleocr_vl,
     hunyuan_vl,
+    deepseek_vl,
+    deepseek_vl_hybrid,
+    aria,
+    janus,
+    idefics2,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -116,7 +116,9 @@ class FamilyModel:
         try:
             return self.sizing.shape(width, height, options)
         except ValueError:
-            raise ImageTooLargeError(f"an image of {width}×{height} pixels is too elongated for this model") from None
+            raise ImageTooLargeError(
+                f"an image of {width}×{height} pixels is too elongated or too small for this model"
+            ) from None
 
     def _check_frames(self, options: ProcessorOptions) -> None:
         width, height = options.frame_size or (0, 0)

@@ -32,6 +32,7 @@ from lookonce.model.pretrained_tokenizer import load_pretrained
 from tests import image_files
 from tests.decoder_svc.conftest import loaded
 from tests.decoder_svc.prompt.prompts import builder, chat, inline, resolved
+from tests.tiny_families import FAMILIES
 
 SIZES = [(80, 60), (200, 50), (56, 168)]
 
@@ -173,6 +174,27 @@ def test_texts_around_rows_are_tokenized_with_the_text_beside_them(llava_text: L
     image = text.family.image_token
     prompt = builder(text).build(TextPrompt(f"<s>be{image}ginning", (inline(),)), [resolved()])
     assert list(prompt.token_ids) == text.tokenizer.encode_trusted(f"<s>bebegin{image}between{image}endginning")
+
+
+def test_what_follows_an_image_decides_the_text_behind_it(tmp_path: pathlib.Path) -> None:
+    """Idefics2: images without text between them share a marker, and a word behind a marker gets a space."""
+    text = loaded(FAMILIES["idefics2"].build(tmp_path))
+    marker = "<fake_token_around_image>"
+    for parts, shown in (
+        (("see", inline(), inline(), "word"), f"see{11 * marker} word"),
+        ((inline(), "\nword", inline()), f"{6 * marker}\nword{6 * marker}"),
+        ((inline(), "<b>"), f"{6 * marker}<b>"),
+    ):
+        num_images = sum(not isinstance(part, str) for part in parts)
+        prompt = builder(text).build(chat(*parts), [resolved()] * num_images)
+        decoded = text.tokenizer.decode(prompt.token_ids, skip_special_tokens=False).replace("<image>", "")
+        assert decoded.split("User:")[1].lstrip(" ").startswith(f"{shown}<end_of_utterance>")
+    image_id, marker_id = text.family.image_token_id, text.tokenizer.backend.token_to_id(marker)
+    spec = TokenPrompt((20, image_id, image_id, 21, image_id), (inline(),) * 3)
+    token_ids = builder(text).build(spec, [resolved()] * 3).token_ids
+    assert token_ids.count(marker_id) == 11 + 6
+    assert token_ids[-1] == marker_id
+    assert builder(text).build(TokenPrompt(token_ids, spec.images), [resolved()] * 3).token_ids == token_ids
 
 
 def test_rows_in_the_cache_must_be_those_of_the_layout(llava_text: LoadedText) -> None:

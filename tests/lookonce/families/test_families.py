@@ -59,7 +59,7 @@ def test_row_counts_from_sizes_are_right_and_none_exceeds_the_largest(family: Mo
         try:
             shape = model.image_shape(*size, NO_OPTIONS)
         except ImageTooLargeError:
-            assert max(size) > 100 * min(size)
+            assert max(size) > 100 * min(size) or min(size) == 1
             continue
         with torch.inference_mode():
             inputs = adapter.pixel_inputs(tiny_models.random_image(index, *size), NO_OPTIONS)
@@ -86,7 +86,7 @@ def test_images_of_one_pass_have_the_rows_that_each_has_alone(family: ModuleType
 
 def test_options_of_other_families_are_refused(family: ModuleType, folders: Folders) -> None:
     model = FamilyModel.load(ModelFolder.open(folders(family.NAME)))
-    fewest = model.source.processor.size.shortest_edge or 1
+    fewest = getattr(model.source.processor.size, "shortest_edge", None) or 1
     for options, is_known in (
         (ProcessorOptions(max_pixels=fewest), model.data.has_max_pixels),
         (ProcessorOptions(beside_others=True), model.data.depends_on_image_count),

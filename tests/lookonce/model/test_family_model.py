@@ -93,6 +93,14 @@ def test_a_folder_that_its_family_refuses_is_refused_with_the_familys_reason(cop
         load(path)
 
 
+def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder) -> None:
+    path = copied("janus")
+    assert load(path).sizing.largest.num_rows == 16
+    edit(path, "processor_config.json", use_default_system_prompt=True)
+    with pytest.raises(ModelFolderError, match="use_default_system_prompt"):
+        load(path)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "field", "reason"),
     [

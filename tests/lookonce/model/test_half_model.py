@@ -25,8 +25,12 @@ from tests.rust_panic import panic
 from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
-# Parameters that both halves hold: direct parameters of the inner model, one row each, used by the vision half.
-IN_BOTH = {"llava_next": {"model.image_newline"}, "llava_onevision": {"model.image_newline"}}
+# Parameters that both halves hold: small direct parameters of the inner model, used by the vision half.
+IN_BOTH = {
+    "llava_next": {"model.image_newline"},
+    "llava_onevision": {"model.image_newline"},
+    "deepseek_vl_hybrid": {"model.high_res_vision_alpha"},
+}
 
 Tensors = dict[str, Tensor]
 
@@ -185,12 +189,20 @@ _LLAVA = {
     r"^model\.(vision_tower|multi_modal_projector|image_newline)": r"\1",
 }
 _LLAVA_WITH_CLIP = {r"^model\.vision_tower\.": "vision_tower.vision_model."} | _LLAVA
+# A SigLIP tower had one more level.
+_DEEPSEEK = {r"^model\.vision_model\.": "model.vision_model.vision_model."}
+_ARIA = {
+    r"^model\.language_model\.(.*experts\.)gate_up_proj$": r"language_model.model.\1fc1.weight",
+    r"^model\.language_model\.(.*experts\.)down_proj$": r"language_model.model.\1fc2.weight",
+} | _LLAVA
 _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
+    **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid"), _DEEPSEEK),
+    "aria": _ARIA,
 }
 # Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (

@@ -24,6 +24,7 @@ from tests.tiny_families import FAMILIES
 pytestmark = pytest.mark.usefixtures("library")
 
 HAVE_STACKS = {
+    "deepseek_vl", "deepseek_vl_hybrid", "idefics2", "janus",
     "idefics3", "internvl", "llava_clip", "llava_next", "llava_onevision", "llava_siglip", "mistral3", "pixtral",
     "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
 }  # fmt: skip
