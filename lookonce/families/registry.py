@@ -10,6 +10,7 @@ from lookonce.families import (
     glm4v,
     idefics3,
     internvl,
+    lighton_ocr,
     llava,
     llava_next,
     llava_onevision,
@@ -41,6 +42,7 @@ _MODULES = (
     glm4v,
     aya_vision,
     paddleocr_vl,
+    lighton_ocr,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
