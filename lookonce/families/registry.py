@@ -8,6 +8,7 @@ from lookonce.families import (
     aya_vision,
     gemma3,
     glm4v,
+    got_ocr2,
     idefics3,
     internvl,
     lighton_ocr,
@@ -43,6 +44,7 @@ _MODULES = (
     aya_vision,
     paddleocr_vl,
     lighton_ocr,
+    got_ocr2,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -189,7 +189,7 @@ _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
-    **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
+    **dict.fromkeys(("pixtral", "mistral3", "internvl", "got_ocr2"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
 }
 # Tensors that older versions also saved for LLaVA-1.5.
