@@ -18,6 +18,7 @@ from lookonce.families import (
     mistral3,
     paddleocr_vl,
     paligemma,
+    qianfan_ocr,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_vl,
@@ -45,6 +46,7 @@ _MODULES = (
     paddleocr_vl,
     lighton_ocr,
     got_ocr2,
+    qianfan_ocr,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("library")
 
 HAVE_STACKS = {
     "got_ocr2", "idefics3", "internvl", "lighton_ocr", "llava_clip", "llava_next", "llava_onevision", "llava_siglip",
-    "mistral3", "pixtral", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+    "mistral3", "pixtral", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
 }  # fmt: skip
 HAVE_EXPERTS = {"qwen3_vl_moe"}
 
