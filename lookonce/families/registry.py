@@ -9,6 +9,7 @@ from lookonce.families import (
     gemma3,
     glm4v,
     got_ocr2,
+    granite_docling,
     idefics3,
     internvl,
     lighton_ocr,
@@ -47,6 +48,7 @@ _MODULES = (
     lighton_ocr,
     got_ocr2,
     qianfan_ocr,
+    granite_docling,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
