@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lookonce.families import (
     aya_vision,
+    deepseek_ocr2,
     gemma3,
     glm4v,
     got_ocr2,
@@ -47,6 +48,7 @@ _MODULES = (
     paddleocr_vl,
     lighton_ocr,
     got_ocr2,
+    deepseek_ocr2,
     qianfan_ocr,
     granite_docling,
 )

@@ -24,7 +24,7 @@ from tests import image_files
 from tests.tiny_families import FAMILIES
 
 Folders = Callable[[str], pathlib.Path]
-WITH_MASKS = {"idefics3", "lighton_ocr", "mistral3", "pixtral", "smolvlm"}
+WITH_MASKS = {"deepseek_ocr2", "idefics3", "lighton_ocr", "mistral3", "pixtral", "smolvlm"}
 # Towers that compute attention in their own code.
 OWN_ATTENTION = {"got_ocr2"}
 # Largest difference from products in float64, relative to the norm of the output.

@@ -26,7 +26,11 @@ from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
 # Parameters that both halves hold: direct parameters of the inner model, one row each, used by the vision half.
-IN_BOTH = {"llava_next": {"model.image_newline"}, "llava_onevision": {"model.image_newline"}}
+IN_BOTH = {
+    "deepseek_ocr2": {"model.view_separator"},
+    "llava_next": {"model.image_newline"},
+    "llava_onevision": {"model.image_newline"},
+}
 
 Tensors = dict[str, Tensor]
 
@@ -191,6 +195,8 @@ LAYOUTS = {
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("pixtral", "mistral3", "internvl", "got_ocr2"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
+    # `save_pretrained` of transformers 5.23 gives the text layers a prefix (encoder) that published files do not have.
+    "qianfan_ocr": {r"^lm_head\.": "language_model.lm_head.", r"^model\.language_model\.": "language_model.model."},
 }
 # Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (
