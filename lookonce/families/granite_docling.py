@@ -35,7 +35,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
         return ImageSizing(shape, shape_of(1, 1))
     most = max(processor.max_patches, processor.dense_max_patches)
     grids = get_all_supported_aspect_ratios(processor.min_patches, most)
-    # Of the grids with the most tiles, that with the most lines has the most line breaks.
+    # A grid with more lines has more line breaks, so the largest image has the most lines among the most tiles.
     columns, lines = max(grids, key=lambda grid: (grid[0] * grid[1], grid[1]))
     return ImageSizing(shape, shape_of(lines, columns))
 
