@@ -86,11 +86,11 @@ class LanguagePass:
 
         `levels` have one row for each token that `has_row`, bool `[num_tokens]`, selects.
         """
-        output = self.model.model.language_model(
+        text_model = getattr(self.model.model, text_child(self.model))
+        output = text_model(
             **self._arguments(embeddings, positions), visual_pos_masks=has_row[None], deepstack_visual_embeds=levels
         )
-        logits: Tensor = self.model.lm_head(output.last_hidden_state[0, sampled])
-        return logits
+        return self.logits_of(output.last_hidden_state[0, sampled])
 
     @property
     def records_rows(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 
-_MARKER, _WHOLE = "<fake_token_around_image>", "<global-img>"
+MARKER, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 def split_sizing(source: FamilySource) -> ImageSizing:
@@ -14,17 +14,12 @@ def split_sizing(source: FamilySource) -> ImageSizing:
     side = config.vision_config.image_size // config.vision_config.patch_size
     # Pixel shuffle merges factor × factor patches into one row.
     num_rows = side**2 // config.scale_factor**2
-    whole = (f"{_MARKER}{_WHOLE}", num_rows, _MARKER)
+    whole = (f"{MARKER}{WHOLE}", num_rows, MARKER)
 
     def shape_of(lines: int, columns: int) -> ImageShape:
         if not lines and not columns:
             return ImageShape(whole)
-        parts: list[str | int] = []
-        for line in range(1, lines + 1):
-            for column in range(1, columns + 1):
-                parts += [f"{_MARKER}<row_{line}_col_{column}>", num_rows]
-            parts.append("\n")
-        return ImageShape((*parts, "\n" + whole[0], *whole[1:]))
+        return ImageShape((*tile_parts(lines, columns, num_rows), "\n" + whole[0], *whole[1:]))
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
         _, lines, columns = processor.get_number_of_image_patches(height, width)
@@ -32,6 +27,16 @@ def split_sizing(source: FamilySource) -> ImageSizing:
 
     most = -(-processor.size.longest_edge // processor.max_image_size["longest_edge"])
     return ImageSizing(shape, shape_of(most, most) if processor.do_image_splitting else shape_of(0, 0))
+
+
+def tile_parts(lines: int, columns: int, num_rows: int) -> list[str | int]:
+    """Returns the parts of an image's tiles, each with `num_rows` rows; a line of tiles ends with a line break."""
+    parts: list[str | int] = []
+    for line in range(1, lines + 1):
+        for column in range(1, columns + 1):
+            parts += [f"{MARKER}<row_{line}_col_{column}>", num_rows]
+        parts.append("\n")
+    return parts
 
 
 FAMILY = Family(

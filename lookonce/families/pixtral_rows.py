@@ -28,7 +28,7 @@ def broken_rows(source: FamilySource) -> ImageSizing:
         return ImageShape((*parts[:-1], end))
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
-        resized_height, resized_width = _resized(width, height, longest, side)
+        resized_height, resized_width = resized(width, height, longest, side)
         if not resized_height or not resized_width:
             raise ValueError("the shorter side is less than one patch after resizing")
         return shape_of(resized_height // side, resized_width // side)
@@ -46,8 +46,8 @@ def row_arguments(source: FamilySource, _options: ProcessorOptions) -> Mapping[s
     return {"patch_size": row_pixels(source)}
 
 
-def _resized(width: int, height: int, longest: int, side: int) -> tuple[int, int]:
-    """Returns (height, width) to which the processor resizes."""
+def resized(width: int, height: int, longest: int, side: int) -> tuple[int, int]:
+    """Returns (height, width) to which Pixtral's processor resizes; both are multiples of `side` pixels."""
     import numpy as np
     from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 

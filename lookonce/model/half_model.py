@@ -31,11 +31,12 @@ class Half(enum.Enum):
 
 
 def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
-    """Loads the model with vision tower and projector only; `get_image_features` works, attention is SDPA.
+    """Loads the model with vision tower and projector only; `get_image_features` works.
 
-    `dtype` None means the checkpoint's. Raises ModelFolderError if a wanted tensor is missing or has another shape.
+    Attention is SDPA, or the tower's own where the tower has no SDPA. `dtype` None means the checkpoint's. Raises
+    ModelFolderError if a wanted tensor is missing or has another shape.
     """
-    return _load(folder, Half.VISION, dtype, {"vision_config": "sdpa"})
+    return _load(folder, Half.VISION, dtype, {"vision_config": None})
 
 
 def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str) -> Any:
@@ -99,7 +100,7 @@ def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
     return [(model.model, name) for name, _ in model.model.named_children() if name != text]
 
 
-def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention: dict[str, str]) -> Any:
+def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention: dict[str, str | None]) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     base = getattr(transformers, config.architectures[0], None)
     if base is None:

@@ -176,6 +176,8 @@ class Session:
             )
         )
         model.runner.initialize_kv_cache(num_blocks, 0 if sliding is None else sliding.num_blocks)
+        # The largest image must fit, as in a decoder.
+        cache_rows = max([cache_rows, *map(len, model.rows.values())])
         # Sessions share the runner but not their rows.
         model.runner.row_cache = RowCache(model.runner.transfer, model.runner.model.dtype)
         self.scheduler = Scheduler(

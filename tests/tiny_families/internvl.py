@@ -46,7 +46,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         template=_TEMPLATE,
     )
     config = transformers.InternVLConfig(
-        vision_config=_vision_config(),
+        vision_config=vision_config(),
         text_config=transformers.Qwen2Config(
             **tiny_models._text_config(tokenizer), rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}
         ),
@@ -56,7 +56,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         tie_word_embeddings=False,
     )
     model = parts.random_model(transformers.InternVLForConditionalGeneration, config, tokenizer, seed)
-    _open_layers(model.model.vision_tower)
+    open_layers(model.model.vision_tower)
     # Published files leave tiling off, and the whole processor switches it on.
     images = GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, crop_to_patches=False, max_patches=4)
     settings = {"processor_class": "InternVLProcessor", "image_seq_length": ROWS_PER_TILE}
@@ -68,7 +68,8 @@ def load_processor(folder: pathlib.Path) -> Any:
     return parts.load(folder, parts.without_video(transformers.InternVLProcessor))
 
 
-def _vision_config() -> dict[str, Any]:
+def vision_config() -> dict[str, Any]:
+    """Returns the tower's configuration, which Qianfan-OCR shares."""
     return {
         "hidden_size": tiny_models.HIDDEN_SIZE,
         "intermediate_size": 2 * tiny_models.HIDDEN_SIZE,
@@ -80,7 +81,7 @@ def _vision_config() -> dict[str, Any]:
     }
 
 
-def _open_layers(tower: Any) -> None:
+def open_layers(tower: Any) -> None:
     """Sets the scales before each residual to larger values: around 0 they would suppress attention and MLP."""
     with torch.no_grad():
         for name, parameter in tower.named_parameters():

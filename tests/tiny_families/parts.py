@@ -153,6 +153,15 @@ def siglip_config(image_size: int, patch_size: int) -> Any:
     )
 
 
+def qwen3_text(tokenizer: Any) -> Any:
+    """Returns the configuration of a Qwen3 text model, which norms queries and keys."""
+    return transformers.Qwen3Config(
+        **tiny_models._text_config(tokenizer),
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+
+
 def gemma_text_config(tokenizer: Any) -> dict[str, Any]:
     """Returns fields that the text configurations of all Gemmas share."""
     return tiny_models._text_config(tokenizer) | {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}

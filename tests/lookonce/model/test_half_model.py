@@ -27,9 +27,10 @@ from tests.tiny_families import FAMILIES
 WEIGHTS = "model.safetensors"
 # Parameters that both halves hold: small direct parameters of the inner model, used by the vision half.
 IN_BOTH = {
+    "deepseek_ocr2": {"model.view_separator"},
+    "deepseek_vl_hybrid": {"model.high_res_vision_alpha"},
     "llava_next": {"model.image_newline"},
     "llava_onevision": {"model.image_newline"},
-    "deepseek_vl_hybrid": {"model.high_res_vision_alpha"},
 }
 
 Tensors = dict[str, Tensor]
@@ -199,10 +200,12 @@ _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
-    **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
+    **dict.fromkeys(("pixtral", "mistral3", "internvl", "got_ocr2"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid"), _DEEPSEEK),
     "aria": _ARIA,
+    # `save_pretrained` of transformers 5.23 gives the text layers a prefix (encoder) that published files do not have.
+    "qianfan_ocr": {r"^lm_head\.": "language_model.lm_head.", r"^model\.language_model\.": "language_model.model."},
 }
 # Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (

@@ -24,9 +24,9 @@ from tests.tiny_families import FAMILIES
 pytestmark = pytest.mark.usefixtures("library")
 
 HAVE_STACKS = {
-    "deepseek_vl", "deepseek_vl_hybrid", "idefics2", "janus",
-    "idefics3", "internvl", "llava_clip", "llava_next", "llava_onevision", "llava_siglip", "mistral3", "pixtral",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+    "deepseek_vl", "deepseek_vl_hybrid", "got_ocr2", "idefics2", "idefics3", "internvl", "janus", "lighton_ocr",
+    "llava_clip", "llava_next", "llava_onevision", "llava_siglip", "mistral3", "pixtral", "qianfan_ocr", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "smolvlm",
 }  # fmt: skip
 HAVE_EXPERTS = {"qwen3_vl_moe"}
 
