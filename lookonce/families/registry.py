@@ -12,6 +12,7 @@ from lookonce.families import (
     internvl,
     llava,
     llava_next,
+    llava_next_video,
     llava_onevision,
     mistral3,
     paddleocr_vl,
@@ -43,6 +44,7 @@ _MODULES = (
     aya_vision,
     paddleocr_vl,
     vipllava,
+    llava_next_video,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

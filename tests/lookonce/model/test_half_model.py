@@ -26,7 +26,7 @@ from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
 # Parameters that both halves hold: direct parameters of the inner model, one row each, used by the vision half.
-IN_BOTH = {name: {"model.image_newline"} for name in ("llava_next", "llava_onevision")}
+IN_BOTH = {name: {"model.image_newline"} for name in ("llava_next", "llava_next_video", "llava_onevision")}
 
 Tensors = dict[str, Tensor]
 
@@ -189,6 +189,7 @@ _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
     **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision", "vipllava"), _LLAVA_WITH_CLIP),
+    "llava_next_video": _LLAVA_WITH_CLIP,
     **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
 }
