@@ -15,6 +15,7 @@ from lookonce.families import (
     llava_next_video,
     llava_onevision,
     mistral3,
+    ovis2,
     paddleocr_vl,
     paligemma,
     qwen2_5_vl,
@@ -45,6 +46,7 @@ _MODULES = (
     paddleocr_vl,
     vipllava,
     llava_next_video,
+    ovis2,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
