@@ -136,7 +136,7 @@ class VisionAdapter:
         }
         # Called on the inner model, because not every outer class forwards this method.
         output = model.model.get_image_features(**arguments, return_dict=True)
-        levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
+        levels = self.family.levels(output) if self.num_levels else [output.pooler_output]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
         num_own = [inputs.num_rows - len(inputs.shared_rows) for inputs in batch]
         counts = [own * inputs.num_copies for own, inputs in zip(num_own, batch, strict=True)]

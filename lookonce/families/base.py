@@ -7,7 +7,7 @@ the rotary axes, the attention mask (`Mask`) and the arguments of the vision hal
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,8 +150,20 @@ def _no_levels(_config: Any) -> int:
     return 0
 
 
+def _rows_and_deepstack(output: Any) -> Sequence[Any]:
+    return [output.pooler_output, *output.deepstack_features]
+
+
+def _levels_after_first_layers(_config: Any, has_row: Any, levels: Sequence[Any]) -> Mapping[str, Any]:
+    return {"visual_pos_masks": has_row[None], "deepstack_visual_embeds": levels}
+
+
 def _no_shared_rows(_output: Any) -> Any:
     return ()
+
+
+def _vision_feature_layer(config: Any) -> int | Sequence[int] | None:
+    return getattr(config, "vision_feature_layer", None)
 
 
 def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[str, Any]:
@@ -198,8 +210,15 @@ class Family:
     first_position: int = 0
     # Maps the configuration to the number of feature levels that accompany each row (deepstack).
     num_levels: Callable[[Any], int] = _no_levels
+    # Maps the output of `get_image_features` to the rows, then each level.
+    levels: Callable[[Any], Sequence[Any]] = _rows_and_deepstack
     # Maps the output of `get_image_features` to the rows that all images share.
     shared_rows: Callable[[Any], Any] = _no_shared_rows
+    # Maps (configuration, bool tensor [num_tokens] of the tokens with a row, the rows of each level) to the arguments
+    # with which the language model adds the levels to its hidden states.
+    level_arguments: Callable[[Any, Any, Sequence[Any]], Mapping[str, Any]] = _levels_after_first_layers
+    # Maps the configuration to the tower's hidden states from which rows are made; None: the last one, or unknown.
+    feature_layers: Callable[[Any], int | Sequence[int] | None] = _vision_feature_layer
     # None: the family takes no videos.
     video: VideoRule | None = None
     # Whether requests may limit an image's pixels.

@@ -8,6 +8,7 @@ from lookonce.families import (
     aya_vision,
     gemma3,
     glm4v,
+    granite4_vision,
     idefics3,
     internvl,
     llava,
@@ -47,6 +48,7 @@ _MODULES = (
     vipllava,
     llava_next_video,
     ovis2,
+    granite4_vision,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -26,7 +26,9 @@ from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
 # Parameters that both halves hold: direct parameters of the inner model, one row each, used by the vision half.
-IN_BOTH = {name: {"model.image_newline"} for name in ("llava_next", "llava_next_video", "llava_onevision")}
+IN_BOTH = {
+    name: {"model.image_newline"} for name in ("granite4_vision", "llava_next", "llava_next_video", "llava_onevision")
+}
 
 Tensors = dict[str, Tensor]
 
