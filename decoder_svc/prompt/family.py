@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from decoder_svc.prompt.image_layout import ImageLayout, layout_of
@@ -108,6 +108,10 @@ class DecoderFamily:
         assert self._video is not None, "frame_size() comes first"
         shapes = self._video.shapes(frame_size, num_frames, fps)
         return [layout_of(shape, self._video_token, self._video.token_id, self._encode) for shape in shapes]
+
+    def level_arguments(self, has_row: Any, levels: Sequence[Any]) -> Mapping[str, Any]:
+        """Returns the arguments with which the language model adds feature levels; see `Family.level_arguments`."""
+        return self.model.data.level_arguments(self.model.source.config, has_row, levels)
 
     def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
         """Returns the rotary positions of an expanded prompt; None for 0, 1, 2, …"""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from lookonce.families.base import FramePlace, ImageShape
+from lookonce.families.base import FramePlace, ImageShape, SharedRow
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
     """The tokens of an image of a given size, or of a pair of video frames."""
 
-    # The token of which each occurrence takes one row.
+    # The token of which each occurrence takes one of the image's own rows.
     row_token_id: int
     # Replaces the placeholder in a rendered prompt. Each image token in it stands for one run of image tokens.
     text: str
-    # Length of each run in tokens; runs take the image's rows in order.
+    # Length of each run in tokens; runs take the image's own rows in order.
     runs: tuple[int, ...]
     # Replaces the placeholder in a prompt of token ids, with every run written in full.
     token_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class ImageLayout:
     @property
     def num_rows(self) -> int:
         """Number of rows of the embedding."""
-        return sum(self.runs)
+        return self.span_length if self.row_tokens is None else len(self.row_tokens)
 
     @property
     def span_token_ids(self) -> tuple[int, ...]:
@@ -46,16 +46,19 @@ def layout_of(
 ) -> ImageLayout:
     """Returns the layout of a shape. `encode` tokenizes without adding special tokens.
 
-    Raises ValueError if tokenizing the texts between the rows adds or removes image tokens.
+    Raises ValueError if tokenizing the texts between the rows adds or removes tokens that take rows.
     """
-    text = "".join(image_token if isinstance(part, int) else part for part in shape.parts)
+    text = shape.text(image_token)
     runs = tuple(part for part in shape.parts if isinstance(part, int))
     compact = [image_token_id] if text == image_token else list(encode(text))
     if compact.count(image_token_id) != len(runs):
         raise ValueError(f"{text!r} has {compact.count(image_token_id)} image tokens instead of {len(runs)}")
     token_ids = tuple(expanded(compact, (image_token_id,), runs))
-    start = token_ids.index(image_token_id)
-    stop = len(token_ids) - token_ids[::-1].index(image_token_id)
+    shared = {token_id for part in shape.parts if isinstance(part, SharedRow) for token_id in encode(part.text)}
+    takers = [index for index, token_id in enumerate(token_ids) if token_id == image_token_id or token_id in shared]
+    if len(takers) != shape.num_rows:
+        raise ValueError(f"{text!r} has {len(takers)} tokens for {shape.num_rows} rows")
+    start, stop = takers[0], takers[-1] + 1
     return ImageLayout(
         row_token_id=image_token_id,
         text=text,
@@ -63,7 +66,7 @@ def layout_of(
         token_ids=token_ids,
         span_start=start,
         span_length=stop - start,
-        row_tokens=_row_tokens(token_ids[start:stop], image_token_id),
+        row_tokens=None if len(takers) == stop - start else tuple(index - start for index in takers),
         grid=shape.grid,
         place=shape.place,
     )
@@ -80,8 +83,3 @@ def expanded(token_ids: Sequence[int], row_token_ids: Container[int], runs: Sequ
             yield from (token_id,) * next(upcoming)
         else:
             yield token_id
-
-
-def _row_tokens(token_ids: Sequence[int], image_token_id: int) -> tuple[int, ...] | None:
-    tokens = tuple(index for index, token_id in enumerate(token_ids) if token_id == image_token_id)
-    return None if len(tokens) == len(token_ids) else tokens

@@ -310,14 +310,14 @@ class PromptBuilder:
         num_image_tokens = token_ids.count(image_id)
         num_placeholders = 0 if placeholder_id is None else token_ids.count(placeholder_id)
         is_placed = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
-        if layouts and not is_placed and image_id == placeholder_id and _is_whole(token_ids, image_id, layouts):
+        if layouts and not is_placed and image_id == placeholder_id and _is_whole(token_ids, layouts):
             # Images of one row each: the number of their tokens equals the number of placeholders.
             is_placed = True
         if not is_placed:
             if num_placeholders != len(layouts):
                 raise _wrong_count(len(layouts), num_placeholders)
             return _placed_ids(token_ids, placeholder_id, layouts, self._family.closing_ids)
-        num_expected = sum(layout.num_rows for layout in layouts)
+        num_expected = sum(sum(layout.runs) for layout in layouts)
         if num_image_tokens != num_expected:
             raise PlaceholderMismatchError(
                 f"{num_image_tokens} placeholder tokens for images that take {num_expected}; "
@@ -382,13 +382,14 @@ def _placed_ids(
     return placed, spans
 
 
-def _is_whole(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> bool:
+def _is_whole(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> bool:
     """Whether `token_ids` has all tokens of every image, including those before and behind its rows."""
     end = 0
     for layout in layouts:
-        if image_id not in token_ids[end:]:
+        first = layout.span_token_ids[0]
+        if first not in token_ids[end:]:
             return False
-        start = token_ids.index(image_id, end) - layout.span_start
+        start = token_ids.index(first, end) - layout.span_start
         if start < end or tuple(token_ids[start : start + len(layout.token_ids)]) != layout.token_ids:
             return False
         end = start + len(layout.token_ids)
@@ -401,7 +402,7 @@ def _found_spans(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> li
     end = 0
     for index, layout in enumerate(layouts):
         try:
-            offset = token_ids.index(layout.row_token_id, end)
+            offset = token_ids.index(layout.span_token_ids[0], end)
         except ValueError:
             raise PlaceholderMismatchError("the chat template changes the order of images and videos") from None
         span = Span(offset, layout.span_length)

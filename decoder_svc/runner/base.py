@@ -111,7 +111,9 @@ class ModelRunnerBase(ABC):
         self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
         self._load_adapters()
-        self.language = LanguagePass(self.model, self.backend, family.num_levels, self._calc_mrope_positions)
+        self.language = LanguagePass(
+            self.model, self.backend, family.num_levels, family.level_arguments, self._calc_mrope_positions
+        )
         self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.
         self.weight_bytes = weight_bytes(self.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class LanguagePass:
     backend: AttentionBackend
     # Feature levels beyond the embeddings.
     num_levels: int
+    # Maps `has_row` and levels to the language model's arguments for them.
+    level_arguments: Callable[[Tensor, Sequence[Tensor]], Mapping[str, Any]]
     # Reshapes positions for the model.
     model_positions: Callable[[Tensor], Tensor]
 
@@ -82,14 +84,12 @@ class LanguagePass:
     def logits_with_levels(
         self, embeddings: Tensor, positions: Tensor, sampled: Tensor, has_row: Tensor, levels: Sequence[Tensor]
     ) -> Tensor:
-        """Runs a model that adds features of earlier tower layers to its first layers' hidden states (deepstack).
+        """Runs a model that adds features of other tower layers to hidden states of its own layers (deepstack).
 
         `levels` have one row for each token that `has_row`, bool `[num_tokens]`, selects.
         """
         text_model = getattr(self.model.model, text_child(self.model))
-        output = text_model(
-            **self._arguments(embeddings, positions), visual_pos_masks=has_row[None], deepstack_visual_embeds=levels
-        )
+        output = text_model(**self._arguments(embeddings, positions), **self.level_arguments(has_row, levels))
         return self.logits_of(output.last_hidden_state[0, sampled])
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import PIL.Image
@@ -33,6 +33,8 @@ class PixelInputs:
     num_rows: int
     # Copies of the image in the tensors, for families that need several; only the first copy's rows are used.
     num_copies: int = 1
+    # Places among the rows of those that all images share, ascending, and their indexes.
+    shared_rows: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def pixel_values(self) -> torch.Tensor:
@@ -86,7 +88,8 @@ class VisionAdapter:
         shape = self.model.image_shape(image.width, image.height, options)
         arguments = self.family.processor_arguments(self.model.source, options)
         num_copies = self.family.num_copies(shape, options)
-        return PixelInputs(self._processed([image] * num_copies, arguments), shape.num_rows, num_copies)
+        tensors = self._processed([image] * num_copies, arguments)
+        return PixelInputs(tensors, shape.num_rows, num_copies, shape.shared_rows)
 
     def pair_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
         """Pixels of a pair of video frames, upright and RGB; a single frame stands for two equal ones.
@@ -133,12 +136,24 @@ class VisionAdapter:
         }
         # Called on the inner model, because not every outer class forwards this method.
         output = model.model.get_image_features(**arguments, return_dict=True)
-        levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
+        levels = self.family.levels(output) if self.num_levels else [output.pooler_output]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
-        counts = [inputs.num_rows * inputs.num_copies for inputs in batch]
+        num_own = [inputs.num_rows - len(inputs.shared_rows) for inputs in batch]
+        counts = [own * inputs.num_copies for own, inputs in zip(num_own, batch, strict=True)]
         if len(rows) != sum(counts):
             raise ValueError(f"the vision half gave {len(rows)} rows for images that take {counts}")
-        return [part[: inputs.num_rows] for part, inputs in zip(rows.split(counts), batch, strict=True)]
+        shared = self.family.shared_rows(output)
+        return [
+            _with_shared(part[:own], inputs.shared_rows, shared)
+            for part, own, inputs in zip(rows.split(counts), num_own, batch, strict=True)
+        ]
+
+
+def _with_shared(rows: torch.Tensor, places: Mapping[int, int], shared: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Inserts shared rows at their places, in ascending order."""
+    for place, index in places.items():
+        rows = torch.cat([rows[:place], shared[index][None], rows[place:]])
+    return rows
 
 
 def _flat(features: Any) -> torch.Tensor:

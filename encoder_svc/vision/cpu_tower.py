@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from encoder_svc.vision.dense_attention import use_dense_attention
+from lookonce.families.registry import FAMILIES
 from lookonce.logs import get_logger
 from lookonce.model.half_model import detach_from_file
 from lookonce.model.kernels.activation import Activation
@@ -54,7 +55,7 @@ def skip_unused_layers(model: Any) -> int:
     Returns the number of emptied layers. They stay in place and return their input, because transformers counts hidden
     states by layers.
     """
-    wanted = getattr(model.config, "vision_feature_layer", None)
+    wanted = FAMILIES[model.config.model_type].feature_layers(model.config)
     tower = getattr(model.model, "vision_tower", None)
     if wanted is None or tower is None:
         return 0

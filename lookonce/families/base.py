@@ -7,7 +7,7 @@ the rotary axes, the attention mask (`Mask`) and the arguments of the vision hal
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,20 +53,47 @@ class FramePlace:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRow:
+    """A token whose row is the same in every image, in families whose vision half embeds marker tokens."""
+
+    # The token as text.
+    text: str
+    # Index into `Family.shared_rows`.
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class ImageShape:
     """The expansion of one image's placeholder in a prompt."""
 
-    # In order: texts, whose tokens take no rows, and numbers of tokens that take the next rows.
-    parts: tuple[str | int, ...]
+    # In order: texts, whose tokens take no rows, tokens that take a shared row, and numbers of tokens that take the
+    # next rows.
+    parts: tuple[str | int | SharedRow, ...]
     # Merged patches (frames, height, width); None if positions do not depend on them.
     grid: tuple[int, int, int] | None = None
     # Set for a pair of frames that shares a time axis with others; None: positions are an image's.
     place: FramePlace | None = None
 
+    def text(self, image_token: str) -> str:
+        """Returns the expansion with one image token for each number of rows."""
+        texts = (part.text if isinstance(part, SharedRow) else part for part in self.parts)
+        return "".join(image_token if isinstance(text, int) else text for text in texts)
+
     @property
     def num_rows(self) -> int:
         """Number of rows of the embedding."""
-        return sum(part for part in self.parts if isinstance(part, int))
+        return sum(part for part in self.parts if isinstance(part, int)) + len(self.shared_rows)
+
+    @property
+    def shared_rows(self) -> dict[int, int]:
+        """Places of shared rows among all rows, ascending, and their indexes."""
+        places: dict[int, int] = {}
+        place = 0
+        for part in self.parts:
+            if isinstance(part, SharedRow):
+                places[place] = part.index
+            place += part if isinstance(part, int) else isinstance(part, SharedRow)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +158,22 @@ def _no_levels(_config: Any) -> int:
     return 0
 
 
+def _rows_and_deepstack(output: Any) -> Sequence[Any]:
+    return [output.pooler_output, *output.deepstack_features]
+
+
+def _levels_after_first_layers(_config: Any, has_row: Any, levels: Sequence[Any]) -> Mapping[str, Any]:
+    return {"visual_pos_masks": has_row[None], "deepstack_visual_embeds": levels}
+
+
+def _no_shared_rows(_output: Any) -> Any:
+    return ()
+
+
+def _vision_feature_layer(config: Any) -> int | Sequence[int] | None:
+    return getattr(config, "vision_feature_layer", None)
+
+
 def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[str, Any]:
     return {}
 
@@ -179,6 +222,15 @@ class Family:
     first_position: int = 0
     # Maps the configuration to the number of feature levels that accompany each row (deepstack).
     num_levels: Callable[[Any], int] = _no_levels
+    # Maps the output of `get_image_features` to the rows, then each level.
+    levels: Callable[[Any], Sequence[Any]] = _rows_and_deepstack
+    # Maps the output of `get_image_features` to the rows that all images share.
+    shared_rows: Callable[[Any], Any] = _no_shared_rows
+    # Maps (configuration, bool tensor [num_tokens] of the tokens with a row, the rows of each level) to the arguments
+    # with which the language model adds the levels to its hidden states.
+    level_arguments: Callable[[Any, Any, Sequence[Any]], Mapping[str, Any]] = _levels_after_first_layers
+    # Maps the configuration to the tower's hidden states from which rows are made; None: the last one, or unknown.
+    feature_layers: Callable[[Any], int | Sequence[int] | None] = _vision_feature_layer
     # None: the family takes no videos.
     video: VideoRule | None = None
     # Whether requests may limit an image's pixels.

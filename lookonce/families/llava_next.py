@@ -10,11 +10,10 @@ from lookonce.families import sizing
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 
 
-def _sizing(source: FamilySource) -> ImageSizing:
-    config = source.config
+def tile_sizing(source: FamilySource, side: int) -> ImageSizing:
+    """Returns the sizing of this layout with `side` squared rows for the whole image and for each tile."""
     resolutions = source.processor.image_grid_pinpoints
-    tile = config.vision_config.image_size
-    side = sizing.square_patches(config.vision_config)
+    tile = source.config.vision_config.image_size
 
     def shape_of(lines: int, columns: int) -> ImageShape:
         return ImageShape((side * side + lines * (columns + 1),))
@@ -27,9 +26,13 @@ def _sizing(source: FamilySource) -> ImageSizing:
     return ImageSizing(shape, largest)
 
 
+def _sizing(source: FamilySource) -> ImageSizing:
+    return tile_sizing(source, sizing.square_patches(source.config.vision_config))
+
+
 def _refusal(source: FamilySource) -> str | None:
     if sizing.has_class_row(source.config.vision_config) != (source.config.vision_feature_select_strategy == "default"):
-        return "LLaVA-NeXT that keeps a class row, or drops a patch, is not supported"
+        return "a model with LLaVA-NeXT's layout that keeps a class row, or drops a patch, is not supported"
     return None
 
 

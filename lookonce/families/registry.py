@@ -16,6 +16,7 @@ from lookonce.families import (
     glm46v,
     glm_ocr,
     got_ocr2,
+    granite4_vision,
     granite_docling,
     hunyuan_vl,
     idefics2,
@@ -25,8 +26,10 @@ from lookonce.families import (
     lighton_ocr,
     llava,
     llava_next,
+    llava_next_video,
     llava_onevision,
     mistral3,
+    ovis2,
     paddleocr_vl,
     paligemma,
     qianfan_ocr,
@@ -35,6 +38,7 @@ from lookonce.families import (
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
+    vipllava,
 )
 from lookonce.families.base import Family
 
@@ -69,6 +73,10 @@ _MODULES = (
     deepseek_ocr2,
     qianfan_ocr,
     granite_docling,
+    vipllava,
+    llava_next_video,
+    ovis2,
+    granite4_vision,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -197,7 +197,7 @@ def _num_tokens(folder: ModelFolder, tokenizer: Any, shape: ImageShape) -> int:
     token = tokenizer.convert_ids_to_tokens(token_id)
     if token is None:
         raise ModelFolderError(f"the tokenizer has no token with the image token's id {token_id}")
-    text = "".join(token if isinstance(part, int) else part for part in shape.parts)
+    text = shape.text(token)
     ids = [token_id] if text == token else tokenizer.encode(text, add_special_tokens=False)
     runs = [part for part in shape.parts if isinstance(part, int)]
     if ids.count(token_id) != len(runs):

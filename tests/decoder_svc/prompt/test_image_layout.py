@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decoder_svc.prompt.image_layout import expanded, layout_of
-from lookonce.families.base import FramePlace, ImageShape
+from lookonce.families.base import FramePlace, ImageShape, SharedRow
 
 IMAGE, IMAGE_ID = "<i>", 9
 
@@ -35,6 +35,21 @@ def test_texts_between_and_around_the_rows_take_none() -> None:
     assert layout.span_token_ids == (9, 9, ord("\n"), 9, 9, 9)
     assert layout.row_tokens == (0, 1, 3, 4, 5)
     assert layout.num_rows == 5
+
+
+def test_markers_take_rows_among_those_of_the_image() -> None:
+    shape = ImageShape(("a", SharedRow("[", 1), 2, SharedRow("-", 4), 1, "\n", SharedRow("]", 0)))
+    layout = layout_of(shape, IMAGE, IMAGE_ID, encode)
+    assert layout.text == "a[<i>-<i>\n]"
+    assert layout.span_token_ids == (ord("["), 9, 9, ord("-"), 9, ord("\n"), ord("]"))
+    assert (layout.span_start, layout.runs, layout.row_tokens) == (1, (2, 1), (0, 1, 2, 3, 4, 6))
+    assert layout.num_rows == shape.num_rows == 6
+    assert shape.shared_rows == {0: 1, 3: 4, 5: 0}
+
+
+def test_a_marker_of_several_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 tokens for 2 rows"):
+        layout_of(ImageShape((SharedRow("ab", 0), 1)), IMAGE, IMAGE_ID, encode)
 
 
 def test_the_place_of_a_frame_pair_is_kept() -> None:

@@ -101,7 +101,10 @@ def test_the_file_of_weights_is_mapped_no_longer(tiny_folder: Folders) -> None:
     assert rows_of(folder, model)
 
 
-@pytest.mark.parametrize(("name", "num_unused"), [("llava_clip", 1), ("llava_next", 1), ("llava_siglip", 0)])
+@pytest.mark.parametrize(
+    ("name", "num_unused"),
+    [("llava_clip", 1), ("llava_next", 1), ("llava_siglip", 0), ("vipllava", 1), ("granite4_vision", 0)],
+)
 def test_layers_behind_the_last_feature_are_emptied_and_rows_stay_bit_for_bit(
     name: str, num_unused: int, tiny_folder: Folders
 ) -> None:

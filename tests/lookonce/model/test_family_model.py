@@ -102,6 +102,25 @@ def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder
 
 
 @pytest.mark.parametrize(
+    ("name", "of_vision", "fields", "reason"),
+    [
+        ("vipllava", True, {"model_type": "siglip_vision_model"}, "vision tower 'siglip_vision_model'"),
+        ("ovis2", True, {"tokenize_function": "gumbel_argmax"}, "visual words at random"),
+        ("ovis2", True, {"hidden_stride": 4}, "do not fill squares of 4"),
+        ("granite4_vision", False, {"vision_feature_select_strategy": "default"}, "drops a patch"),
+    ],
+)
+def test_a_configuration_that_its_family_refuses_is_refused_with_the_familys_reason(
+    name: str, of_vision: bool, fields: dict[str, Any], reason: str, copied: Folder
+) -> None:
+    path = copied(name)
+    config = json.loads((path / "config.json").read_text())
+    edit(path, "config.json", **({"vision_config": config["vision_config"] | fields} if of_vision else fields))
+    with pytest.raises(ModelFolderError, match=f"cannot be served: .*{reason}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "field", "reason"),
     [
         ("llava_clip", ProcessorOptions(max_pixels=5000), "max_pixels", "does not support this option"),

@@ -26,11 +26,11 @@ from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
 # Parameters that both halves hold: small direct parameters of the inner model, used by the vision half.
+_NEWLINES = ("granite4_vision", "llava_next", "llava_next_video", "llava_onevision")
 IN_BOTH = {
+    **{name: {"model.image_newline"} for name in _NEWLINES},
     "deepseek_ocr2": {"model.view_separator"},
     "deepseek_vl_hybrid": {"model.high_res_vision_alpha"},
-    "llava_next": {"model.image_newline"},
-    "llava_onevision": {"model.image_newline"},
 }
 
 Tensors = dict[str, Tensor]
@@ -199,7 +199,8 @@ _ARIA = {
 _QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 LAYOUTS = {
     **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
-    **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
+    **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision", "vipllava"), _LLAVA_WITH_CLIP),
+    "llava_next_video": _LLAVA_WITH_CLIP,
     **dict.fromkeys(("pixtral", "mistral3", "internvl", "got_ocr2"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid"), _DEEPSEEK),
