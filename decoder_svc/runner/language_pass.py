@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +65,12 @@ class LanguagePass:
 
     def logits(self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None) -> Tensor:
         """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`."""
+        arguments = self._arguments(embeddings, positions)
+        if sampled is not None and not _can_select(type(self.model).forward):
+            return self.logits_of(self.model.model(**arguments).last_hidden_state[0, sampled])
         kept = {} if sampled is None else {"logits_to_keep": sampled}
         # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
-        logits: Tensor = self.model(**self._arguments(embeddings, positions), **kept).logits[0]
+        logits: Tensor = self.model(**arguments, **kept).logits[0]
         return logits
 
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -128,3 +133,9 @@ class LanguagePass:
             "attention_mask": None,
             "use_cache": False,
         }
+
+
+@functools.cache
+def _can_select(forward: Any) -> bool:
+    """Whether a wrapper's `forward` can compute the logits of some tokens only; otherwise it ignores that argument."""
+    return "logits_to_keep" in inspect.signature(forward).parameters
