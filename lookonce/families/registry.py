@@ -21,6 +21,7 @@ from lookonce.families import (
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
+    video_llama_3,
 )
 from lookonce.families.base import Family
 
@@ -41,6 +42,7 @@ _MODULES = (
     glm4v,
     aya_vision,
     paddleocr_vl,
+    video_llama_3,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
