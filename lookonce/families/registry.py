@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lookonce.families import (
     aya_vision,
+    exaone4_5,
     gemma3,
     glm4v,
     idefics3,
@@ -43,6 +44,7 @@ _MODULES = (
     aya_vision,
     paddleocr_vl,
     video_llama_3,
+    exaone4_5,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
