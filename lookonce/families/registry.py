@@ -9,6 +9,7 @@ from lookonce.families import (
     exaone4_5,
     gemma3,
     glm4v,
+    hyperclovax_vision_v2,
     idefics3,
     internvl,
     llava,
@@ -45,6 +46,7 @@ _MODULES = (
     paddleocr_vl,
     video_llama_3,
     exaone4_5,
+    hyperclovax_vision_v2,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
