@@ -18,6 +18,7 @@ from lookonce.families import (
     mistral3,
     paddleocr_vl,
     paligemma,
+    qwen2_5_omni_thinker,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_vl,
@@ -47,6 +48,7 @@ _MODULES = (
     video_llama_3,
     exaone4_5,
     hyperclovax_vision_v2,
+    qwen2_5_omni_thinker,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("library")
 
 HAVE_STACKS = {
     "idefics3", "internvl", "llava_clip", "llava_next", "llava_onevision", "llava_siglip", "mistral3", "pixtral",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "video_llama_3",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "video_llama_3",
 }  # fmt: skip
 HAVE_EXPERTS = {"qwen3_vl_moe"}
 
