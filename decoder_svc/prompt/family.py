@@ -57,6 +57,8 @@ class DecoderFamily:
         self.mask = data.mask
         # Extra feature levels per row.
         self.num_levels = model.num_levels
+        # Tokens that the language model sends to the experts of images.
+        self.image_expert_ids = data.image_expert_ids(model.source.config)
         self.finish_text = data.finish_text
         # Whether an image is processed differently if its prompt has several.
         self.depends_on_image_count = data.depends_on_image_count

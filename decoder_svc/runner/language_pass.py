@@ -45,6 +45,8 @@ class LanguagePass:
     num_levels: int
     # Reshapes positions for the model.
     model_positions: Callable[[Tensor], Tensor]
+    # Ids of tokens that the model sends to the experts of images; None for a model without such experts.
+    image_expert_ids: Tensor | None = None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
@@ -63,9 +65,16 @@ class LanguagePass:
         parts: tuple[Tensor, ...] = rows.split(rows.shape[1] // (1 + self.num_levels), dim=1)
         return parts
 
-    def logits(self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None) -> Tensor:
-        """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`."""
+    def logits(
+        self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`.
+
+        A model with experts of images needs `token_ids`.
+        """
         arguments = self._arguments(embeddings, positions)
+        if token_ids is not None and self.image_expert_ids is not None:
+            arguments["moe_mm_token_type_ids"] = torch.isin(token_ids, self.image_expert_ids)[None]
         if sampled is not None and not _can_select(type(self.model).forward):
             return self.logits_of(self.model.model(**arguments).last_hidden_state[0, sampled])
         kept = {} if sampled is None else {"logits_to_keep": sampled}

@@ -143,6 +143,10 @@ def _one_copy(_shape: ImageShape, _options: ProcessorOptions) -> int:
     return 1
 
 
+def _no_ids(_config: Any) -> tuple[int, ...]:
+    return ()
+
+
 def _no_refusal(_source: FamilySource) -> None:
     return None
 
@@ -181,6 +185,9 @@ class Family:
     text_settings: Callable[[Any], Mapping[str, Any]] = _no_text_settings
     # Number of copies of an image in its forward pass; only the first copy's rows are used.
     num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
+    # Maps the configuration to the ids of tokens that the language model sends to experts of images; empty if it has
+    # none.
+    image_expert_ids: Callable[[Any], tuple[int, ...]] = _no_ids
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
     # Returns why a folder of this type cannot be served, or None if it can.

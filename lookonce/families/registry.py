@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lookonce.families import (
     aya_vision,
+    ernie4_5_vl_moe,
     exaone4_5,
     gemma3,
     glm4v,
@@ -49,6 +50,7 @@ _MODULES = (
     exaone4_5,
     hyperclovax_vision_v2,
     qwen2_5_omni_thinker,
+    ernie4_5_vl_moe,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
