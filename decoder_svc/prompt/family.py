@@ -57,6 +57,8 @@ class DecoderFamily:
         self.mask = data.mask
         # Extra feature levels per row.
         self.num_levels = model.num_levels
+        # Tokens that the language model sends to the experts of images.
+        self.image_expert_ids = data.image_expert_ids(model.source.config)
         self.finish_text = data.finish_text
         # Text between an image and what follows, and its tokens in a prompt of token ids.
         self.closing = data.closing

@@ -111,8 +111,14 @@ class ModelRunnerBase(ABC):
         self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
         self._load_adapters()
+        experts = family.image_expert_ids
         self.language = LanguagePass(
-            self.model, self.backend, family.num_levels, family.level_arguments, self._calc_mrope_positions
+            self.model,
+            self.backend,
+            family.num_levels,
+            family.level_arguments,
+            self._calc_mrope_positions,
+            torch.tensor(experts, device=self.device) if experts else None,
         )
         self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.
@@ -231,6 +237,9 @@ class ModelRunnerBase(ABC):
             return
         if not self.backend.reads_tensors:
             logger.warning("no graphs: attention backend %s reads step metadata on the host", self.backend.name)
+            return
+        if self.language.image_expert_ids is not None:
+            logger.warning("no graphs: in each layer, this model reads on the host which tokens belong to images")
             return
         sizes = GraphSizes(self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes)
         if self.adapters is not None:
@@ -431,7 +440,7 @@ class ModelRunnerBase(ABC):
         arguments = embedded.tokens, inputs.positions, inputs.sampled_indexes
         with forward_context(self.backend, inputs.metadata):
             if not (embedded.levels and embedded.row_indexes):
-                return self.language.logits(*arguments)
+                return self.language.logits(*arguments, inputs.token_ids)
             rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
             has_row = torch.zeros(len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)
             levels = [level.index_select(0, rows) for level in embedded.levels]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +47,8 @@ class LanguagePass:
     level_arguments: Callable[[Tensor, Sequence[Tensor]], Mapping[str, Any]]
     # Reshapes positions for the model.
     model_positions: Callable[[Tensor], Tensor]
+    # Ids of tokens that the model sends to the experts of images; None for a model without such experts.
+    image_expert_ids: Tensor | None = None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
@@ -63,11 +67,21 @@ class LanguagePass:
         parts: tuple[Tensor, ...] = rows.split(rows.shape[1] // (1 + self.num_levels), dim=1)
         return parts
 
-    def logits(self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None) -> Tensor:
-        """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`."""
+    def logits(
+        self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`.
+
+        A model with experts of images needs `token_ids`.
+        """
+        arguments = self._arguments(embeddings, positions)
+        if token_ids is not None and self.image_expert_ids is not None:
+            arguments["moe_mm_token_type_ids"] = torch.isin(token_ids, self.image_expert_ids)[None]
+        if sampled is not None and not _can_select(type(self.model).forward):
+            return self.logits_of(self.model.model(**arguments).last_hidden_state[0, sampled])
         kept = {} if sampled is None else {"logits_to_keep": sampled}
         # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
-        logits: Tensor = self.model(**self._arguments(embeddings, positions), **kept).logits[0]
+        logits: Tensor = self.model(**arguments, **kept).logits[0]
         return logits
 
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -116,7 +130,7 @@ class LanguagePass:
         embeddings, *levels = self.split_levels(rows)
         with forward_context(self.backend, recorded_metadata(inputs.step)):
             if not levels or not self.records_rows:
-                return self.logits(embeddings, inputs.positions, inputs.sampled_indexes)
+                return self.logits(embeddings, inputs.positions, inputs.sampled_indexes, inputs.token_ids)
             # The number of image tokens is not fixed, so every token counts as one. Levels of others are zeros.
             is_any = torch.ones_like(inputs.has_row)
             return self.logits_with_levels(embeddings, inputs.positions, inputs.sampled_indexes, is_any, levels)
@@ -128,3 +142,9 @@ class LanguagePass:
             "attention_mask": None,
             "use_cache": False,
         }
+
+
+@functools.cache
+def _can_select(forward: Any) -> bool:
+    """Whether a wrapper's `forward` can compute the logits of some tokens only; otherwise it ignores that argument."""
+    return "logits_to_keep" in inspect.signature(forward).parameters

@@ -37,11 +37,12 @@ def _window(token, bounds, num_windows, num_steps):
 def _attend(
     query, keys, values, output, bounds, num_tokens, num_windows, num_steps, scale,
     query_token, query_head, keys_token, keys_head, values_token, values_head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes some tokens of one head. Grid: tiles of tokens, heads. `output` is `[num_tokens, heads, head_dim]`."""
     head = tl.program_id(1)
+    shared = head // GROUP
     token = tl.program_id(0) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     is_row = token < num_tokens
     start, stop = _window(tl.minimum(token, num_tokens - 1), bounds, num_windows, num_steps)
@@ -61,7 +62,7 @@ def _attend(
         is_key = key < end
         is_value = is_key[:, None] & is_dim[None, :]
         place = key.to(tl.int64)[:, None]
-        tile = tl.load(keys + head * keys_head + place * keys_token + dims[None, :], mask=is_value, other=0.0)
+        tile = tl.load(keys + shared * keys_head + place * keys_token + dims[None, :], mask=is_value, other=0.0)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
         is_seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -70,7 +71,7 @@ def _attend(
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp(scores - shift[:, None])
         kept = tl.exp(largest - shift)
-        tile = tl.load(values + head * values_head + place * values_token + dims[None, :], mask=is_value, other=0.0)
+        tile = tl.load(values + shared * values_head + place * values_token + dims[None, :], mask=is_value, other=0.0)
         sums = sums * kept[:, None] + tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
         total = total * kept + tl.sum(weights, 1)
         largest = larger
@@ -81,8 +82,9 @@ def _attend(
 def attend_in_windows(query: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, scale: float) -> Tensor:
     """Returns the attention of tokens that see all tokens of their window and no others.
 
-    Arguments and result are `[num_tokens, heads, head_dim]`, with any strides. Window i has the tokens [bounds[i],
-    bounds[i + 1]); the bounds are on the device, and the host does not read them.
+    Arguments and result are `[num_tokens, heads, head_dim]`, with any strides. Keys and values may have fewer heads
+    than queries (grouped-query attention). Window i has the tokens [bounds[i], bounds[i + 1]); the bounds are on the
+    device, and the host does not read them.
     """
     query, keys, values = (_by_token(each) for each in (query, keys, values))
     num_tokens, num_heads, head_dim = query.shape
@@ -93,7 +95,7 @@ def attend_in_windows(query: Tensor, keys: Tensor, values: Tensor, bounds: Tenso
     _attend[(triton.cdiv(num_tokens, num_rows), num_heads)](
         query, keys, values, output, bounds.to(torch.int32), num_tokens, num_windows, num_windows.bit_length(), scale,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
+        NUM_HEADS=num_heads, GROUP=num_heads // keys.shape[1], HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
         NUM_ROWS=num_rows, NUM_KEYS=num_keys, num_stages=2,
     )  # fmt: skip
     return output

@@ -198,6 +198,10 @@ def _nothing_between(_behind: str | None) -> str:
     return ""
 
 
+def _no_ids(_config: Any) -> tuple[int, ...]:
+    return ()
+
+
 def _no_refusal(_source: FamilySource) -> None:
     return None
 
@@ -245,6 +249,9 @@ class Family:
     text_settings: Callable[[Any], Mapping[str, Any]] = _no_text_settings
     # Number of copies of an image in its forward pass; only the first copy's rows are used.
     num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
+    # Maps the configuration to the ids of tokens that the language model sends to experts of images; empty if it has
+    # none.
+    image_expert_ids: Callable[[Any], tuple[int, ...]] = _no_ids
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
     # Maps the text behind an image to the text that the processor inserts between them; None: another image follows.

@@ -10,6 +10,8 @@ from lookonce.families import (
     deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
+    ernie4_5_vl_moe,
+    exaone4_5,
     gemma3,
     glm4v,
     glm4v_moe,
@@ -19,6 +21,7 @@ from lookonce.families import (
     granite4_vision,
     granite_docling,
     hunyuan_vl,
+    hyperclovax_vision_v2,
     idefics2,
     idefics3,
     internvl,
@@ -33,11 +36,13 @@ from lookonce.families import (
     paddleocr_vl,
     paligemma,
     qianfan_ocr,
+    qwen2_5_omni_thinker,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
+    video_llama_3,
     vipllava,
 )
 from lookonce.families.base import Family
@@ -77,6 +82,11 @@ _MODULES = (
     llava_next_video,
     ovis2,
     granite4_vision,
+    video_llama_3,
+    exaone4_5,
+    hyperclovax_vision_v2,
+    qwen2_5_omni_thinker,
+    ernie4_5_vl_moe,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

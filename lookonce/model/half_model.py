@@ -21,6 +21,8 @@ from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
+# Encoders of inputs that are not served.
+_UNSERVED_CHILDREN = ("audio_tower",)
 
 
 class Half(enum.Enum):
@@ -96,7 +98,8 @@ def text_child(model: Any) -> str:
 def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
     text = text_child(model)
     if half is Half.VISION:
-        return [(model.model, text), (model, "lm_head")]
+        unserved = [(model.model, name) for name in _UNSERVED_CHILDREN if hasattr(model.model, name)]
+        return [(model.model, text), (model, "lm_head"), *unserved]
     return [(model.model, name) for name, _ in model.model.named_children() if name != text]
 
 

@@ -1,4 +1,4 @@
-"""Videos of the Qwen-VL families give the tokens of `generate`, with any caching, chunking and preemption."""
+"""Videos give the tokens of `generate`, with any caching, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.parity import offline, videos
 from tests.parity.videos import Part, Video, VideoModel, frames
 from tests.tiny_families import FAMILIES
 
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITH_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+NAMES = (*WITH_AXES, "exaone4_5")
 SMALL_STEP = 11
 
 
@@ -98,6 +99,7 @@ def test_blocks_are_not_shared_where_the_time_differs(asked: Asked) -> None:
         assert session.ask([question.prompt]).token_ids == [question.expected]
 
 
+@pytest.mark.parametrize("asked", WITH_AXES, indirect=True)
 def test_positions_are_those_of_transformers_where_space_outlasts_time(asked: Asked) -> None:
     """The rule of transformers 5.23 starts the text after a video's height and width, regardless of its time."""
     model = asked.model

@@ -1,4 +1,4 @@
-"""Prompts with videos for the Qwen-VL families, built by the product, and the whole model's answers.
+"""Prompts with videos, built by the product, and the whole model's answers.
 
 The reference's pixels, prompt text and rotary positions are computed here from their definitions: transformers' own
 video processors need torchvision, and from 5.3 on its positions and timestamps differ from those of the models'
@@ -7,6 +7,7 @@ authors (docs/adr/0010).
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import json
@@ -175,7 +176,9 @@ class VideoModel:
         types = torch.zeros_like(ids)
         types[ids == config.image_token_id] = _IMAGE
         types[ids == config.video_token_id] = _VIDEO
-        inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+        inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in inspect.signature(self.reference.forward).parameters:
+            inputs["mm_token_type_ids"] = types
         if videos:
             inputs["pixel_values_videos"] = torch.cat(pixels)
             inputs["video_grid_thw"] = torch.tensor(grids)

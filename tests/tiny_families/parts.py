@@ -186,7 +186,7 @@ def _redraw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> N
     noise = torch.randn(parameter.shape, generator=generator)
     if name.endswith("image_newline") or "pos_embed" in name:
         parameter.copy_(noise)
-    elif (".ln_" in name or "_rms." in name) and parameter.ndim == 1 and name.endswith("weight"):
+    elif any(part in name for part in (".ln_", ".ln.", "_rms.")) and parameter.ndim == 1 and name.endswith("weight"):
         parameter.copy_(1.0 + 0.1 * noise)
     elif ".experts." in name and parameter.ndim == 3:
         # (experts, out, in), applied expert by expert.

@@ -31,6 +31,7 @@ _MODELS = {
     "MistralModel",
     "Qwen2Model",
     "Qwen2VLTextModel",
+    "Qwen2_5OmniThinkerTextModel",
     "Qwen2_5_VLTextModel",
     "Qwen3Model",
     "Qwen3VLTextModel",

@@ -103,6 +103,11 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         return output
 
     @property
+    def weight(self) -> Tensor:
+        """An empty tensor of the weights' type, which some modules of transformers read from their layers."""
+        return torch.empty(0, dtype=self._weights.dtype)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the packed weights take."""
         return int(self._weights.panels.nbytes)

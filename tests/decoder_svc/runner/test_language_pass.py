@@ -89,6 +89,15 @@ def test_only_a_stack_that_adds_levels_without_waiting_takes_rows_with_levels_in
     assert language.records_rows
 
 
+def test_a_model_with_experts_of_images_gets_no_graphs(built: Callable[[str], offline.OfflineModel]) -> None:
+    """Graphs would repeat the choice of experts that was made for the recorded step."""
+    model = built("ernie4_5_vl_moe")
+    model.runner.config = replace(model.runner.config, use_graphs=True)
+    offline.Session(model, num_blocks=NUM_BLOCKS)
+    model.runner.capture_model()
+    assert model.runner.graphs is None
+
+
 @pytest.mark.parametrize("name", ["llava_clip", "qwen2_vl", "gemma3"])
 def test_padded_passes_give_the_log_probabilities_of_steps_without_graphs(
     name: str, built: Callable[[str], offline.OfflineModel]

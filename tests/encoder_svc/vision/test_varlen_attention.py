@@ -26,8 +26,8 @@ from tests.tiny_families import FAMILIES
 from encoder_svc.vision import varlen_kernel  # isort: skip  # interpreted_triton finds Triton
 
 assert interpreted_triton.TRITON_FOLDER
-# A tower with windows in some layers, one whose windows are images, and one with feature levels.
-WITH_BOUNDS = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+# A tower with windows in some layers, one whose windows are images, one with feature levels, one with grouped heads.
+WITH_BOUNDS = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "exaone4_5"]
 CPU = torch.device("cpu")
 
 
