@@ -106,7 +106,7 @@ class _ImagesOnlyProcessor(transformers.Qwen2_5OmniProcessor):  # type: ignore[m
     """The processor without a video processor, which needs torchvision, and without one for audio."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
-        """Accepts missing processors."""
+        """Accepts that a processor is missing."""
         if argument is None:
             return None
         return super().check_argument_for_proper_class(argument_name, argument)
