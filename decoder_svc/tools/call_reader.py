@@ -44,7 +44,7 @@ class Functions:
 class CallReader(ABC):
     """Reads what follows the beginning of a call.
 
-    What is no call of a known function is refused, unless parts of its arguments have been given out.
+    Text that is no call of a known function is refused, unless parts of its arguments have been given out.
     """
 
     def __init__(self, functions: Functions, index: int) -> None:

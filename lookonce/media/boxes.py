@@ -34,11 +34,11 @@ class Reader:
         return int.from_bytes(self.take(num_bytes), "big")
 
     def signed(self, num_bytes: int) -> int:
-        """The next number, which may be negative."""
+        """Reads the next number, which may be negative."""
         return int.from_bytes(self.take(num_bytes), "big", signed=True)
 
     def take(self, num_bytes: int) -> bytes:
-        """The next bytes. Raises ImageUndecodableError if there are fewer."""
+        """Reads the next bytes. Raises ImageUndecodableError if there are fewer."""
         start = self.position
         if num_bytes > self.end - start:
             raise broken()
@@ -50,7 +50,7 @@ class Reader:
         return self.number(1), self.number(3)
 
     def count(self, num_bytes: int) -> int:
-        """The next number, a count of entries. Raises ImageDecodeLimitError if no real picture has so many."""
+        """Reads the next number, a count of entries. Raises ImageDecodeLimitError if no real picture has so many."""
         number = self.number(num_bytes)
         check_entries(number)
         return number

@@ -127,7 +127,7 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """A method's handler behind the border, in two forms, which differ for unary answers only."""
+    """A method's handler with the checks of the server around it. Its two forms differ for unary answers only."""
 
     # Sends an answer together with its end.
     fast: Handler

@@ -84,7 +84,7 @@ class ItemTurns:
         self._grants = Grants(self._has_room, self._count)
 
     def place(self, caller: CallerId, cost: int = 1) -> Place:
-        """Returns the place of a new item, which does not have it yet. `async with` takes it and gives it back.
+        """Returns the place of a new item, which is taken later. `async with` takes it and gives it back.
 
         `cost` is the number of look-ups that the item stands for.
         """

@@ -159,7 +159,7 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
 
 
 def _open_playground(stack: LocalStack) -> None:
-    """Opens the playground, if there is one, where somebody sits: in a browser with windows, from a terminal."""
+    """Opens the playground in a browser, if there is a playground and the command runs in a terminal with windows."""
     has_windows = sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in _DISPLAYS)
     if stack.gateways and has_windows and out.is_terminal:
         webbrowser.open(f"http://{stack.gateways[0].ready.target}/")
