@@ -30,7 +30,7 @@ class Reader:
         self.end = end
 
     def number(self, num_bytes: int) -> int:
-        """The next number; 0 for one of no bytes."""
+        """Reads the next number; 0 for one of no bytes."""
         return int.from_bytes(self.take(num_bytes), "big")
 
     def signed(self, num_bytes: int) -> int:
