@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from decoder_svc.constraint.constraint_process import ConstraintProcess
+from decoder_svc.constraint.constraint_process import ConstraintProcess, started_process
 from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError
@@ -19,7 +19,9 @@ TIME_LIMITS = TimeLimits(cpu_s=1.0, wall_s=20.0)
 # Less than the stack of the process that follows answers: what can be compiled here can be compiled there.
 _STACK_BYTES = 8 << 20
 # A crash is a constraint's fault if it ends a second process, too. The first one may have had too much to hold.
-_NUM_ATTEMPTS = 2
+_MAX_CRASHES = 2
+# Processes that are killed from outside while they compile one constraint.
+_MAX_KILLS = 3
 # Constraints whose outcomes are known, and the sum of their texts.
 _MAX_KNOWN = 1024
 _MAX_KNOWN_CHARS = 8 * 1024 * 1024
@@ -88,8 +90,8 @@ class ConstraintChecker:
 
     def _refusal(self, constraint: Constraint) -> str | None:
         """Compiles a constraint. Returns the reason if that fails."""
-        was_crash = False
-        for _ in range(_NUM_ATTEMPTS):
+        num_crashes = num_kills = 0
+        while num_kills < _MAX_KILLS:
             process = self._running()
             clock = ProcessClock(process.pid, self._time_limits)
             try:
@@ -108,8 +110,10 @@ class ConstraintChecker:
                 was_crash = not process.was_killed_from_outside()
                 self._end_process()
                 _log.warning("the process that compiles constraints ended", was_crash=was_crash)
-        if was_crash:
-            return "needs too much memory, or is nested too deeply; simplify it"
+                num_crashes += was_crash
+                num_kills += not was_crash
+                if num_crashes == _MAX_CRASHES:
+                    return "needs too much memory, or is nested too deeply; simplify it"
         raise UnavailableError("the process that compiles constraints was killed from outside; try again")
 
     def _running(self) -> ConstraintProcess:
@@ -117,7 +121,7 @@ class ConstraintChecker:
             # It was killed from outside while idle.
             self._end_process()
         if self._process is None and not self._is_closed:
-            self._process = ConstraintProcess(self._load_vocabulary(), _STACK_BYTES)
+            self._process = started_process(self._load_vocabulary, _STACK_BYTES)
         process = self._process
         if self._is_closed or process is None:
             self._end_process()

@@ -6,17 +6,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from decoder_svc.constraint.frames import Check, Checked, Followed, FrameReader, Vocabulary, encoded, received
 from decoder_svc.constraint.mask_numbers import NumberedMasks
 from decoder_svc.scheduling.sampling_params import Constraint
 from lookonce.errors import InternalError, UnavailableError, UnsupportedError
-from lookonce.process.limited_process import RETRY_S, LimitedProcess, send
+from lookonce.process.limited_process import RETRY_S, KilledProcessError, LimitedProcess, send
 
 # Address space: Python, the vocabulary's tree (0.2 GB for 150,000 tokens), and the automata.
 MEMORY_BYTES = 4 << 30
 # A vocabulary of 150,000 tokens is read in about a second.
 _LOAD_TIMEOUT_S = 60.0
+# Processes that are started for one caller, if each is killed from outside while it starts.
+_MAX_STARTS = 3
 
 
 class ConstraintProcess:
@@ -25,8 +28,8 @@ class ConstraintProcess:
     def __init__(self, vocabulary: Vocabulary, stack_bytes: int) -> None:
         """Starts the process. `stack_bytes` is the stack of each of its threads.
 
-        Raises InternalError if it does not start, UnavailableError if that takes too long, and UnsupportedError for a
-        vocabulary that llguidance cannot use.
+        Raises InternalError if it does not start, UnavailableError if that takes too long, KilledProcessError if it is
+        killed meanwhile, and UnsupportedError for a vocabulary that llguidance cannot use.
         """
         arguments = (MEMORY_BYTES, stack_bytes)
         self._process = LimitedProcess(
@@ -105,3 +108,14 @@ class ConstraintProcess:
             raise InternalError("the process that compiles constraints ended while it loaded the vocabulary") from error
         if refusal is not None:
             raise UnsupportedError(f"this model's tokenizer cannot be used for structured output: {refusal}")
+
+
+def started_process(load_vocabulary: Callable[[], Vocabulary], stack_bytes: int) -> ConstraintProcess:
+    """Starts a process, and another one in the place of one that is killed from outside while it starts.
+
+    Raises what the constructor raises.
+    """
+    for _ in range(_MAX_STARTS - 1):
+        with suppress(KilledProcessError):
+            return ConstraintProcess(load_vocabulary(), stack_bytes)
+    return ConstraintProcess(load_vocabulary(), stack_bytes)

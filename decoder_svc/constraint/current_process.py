@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from decoder_svc.constraint.constraint_process import ConstraintProcess
+from decoder_svc.constraint.constraint_process import ConstraintProcess, started_process
 from decoder_svc.constraint.frames import Vocabulary
 from lookonce.errors import UnavailableError
 
@@ -36,7 +36,7 @@ class CurrentProcess:
             if process is not None:
                 process.close()
             self._process = None
-            self._process = ConstraintProcess(self._load_vocabulary(), _STACK_BYTES)
+            self._process = started_process(self._load_vocabulary, _STACK_BYTES)
             return self._process
 
     def is_current(self, process: ConstraintProcess) -> bool:

@@ -28,13 +28,18 @@ RETRY_S = 1.0
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
 
 
+class KilledProcessError(UnavailableError):
+    """Somebody outside killed a process while it started."""
+
+
 class LimitedProcess:
     """A process that has started. Its owner kills it."""
 
     def __init__(self, purpose: str, module: str, arguments: Sequence[object], num_sockets: int = 1) -> None:
         """Starts `python -m module SOCKETS ARGUMENTS`, and waits until it is ready. `purpose` names it in errors.
 
-        Raises InternalError if it does not start, and UnavailableError if that takes too long or it is killed.
+        Raises InternalError if it does not start, UnavailableError if that takes too long, and KilledProcessError if it
+        is killed meanwhile.
         """
         self._purpose = purpose
         with ExitStack() as unless_started, ExitStack() as theirs:
@@ -94,9 +99,9 @@ class LimitedProcess:
                 raise self.killed_error() from error
             raise self._not_started() from error
 
-    def killed_error(self) -> UnavailableError:
+    def killed_error(self) -> KilledProcessError:
         """Returns the error for a process that was killed from outside."""
-        return UnavailableError(f"a process that {self._purpose} was killed from outside; try again")
+        return KilledProcessError(f"a process that {self._purpose} was killed from outside; try again")
 
     def _not_started(self) -> InternalError:
         return InternalError(f"a process that {self._purpose} did not start")

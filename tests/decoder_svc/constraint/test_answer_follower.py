@@ -23,6 +23,7 @@ from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError
 from lookonce.process import process_clock
+from lookonce.process.limited_process import LimitedProcess
 from tests.decoder_svc.constraint.demo_constraints import (
     DEMO_VOCAB,
     END,
@@ -277,3 +278,22 @@ def test_answers_get_their_own_masks_when_they_differ_in_every_step(follower: An
         for one, masks in zip(so_far, follower.begin_masks(so_far)(), strict=True):
             for token_id, mask in zip(one.draft_ids, masks, strict=False):
                 assert token_id in allowed(mask)
+
+
+def test_an_answer_goes_on_though_the_processes_that_start_after_a_kill_are_killed_too(
+    follower: AnswerFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = begun(follower, DIGITS)
+    expected = follower.begin_masks([AnswerSoFar(answer, PROMPT)])()
+    original, kills = LimitedProcess._wait_until_ready, [signal.SIGTERM, signal.SIGKILL]
+
+    def killed(process: LimitedProcess) -> None:
+        if kills:
+            os.kill(process.pid, kills.pop())
+        original(process)
+
+    monkeypatch.setattr(LimitedProcess, "_wait_until_ready", killed)
+    os.kill(pid_of(follower), signal.SIGKILL)
+    assert follower.begin_masks([AnswerSoFar(answer, PROMPT)])() == expected
+    assert answer.error is None
+    assert kills == []

@@ -16,6 +16,7 @@ import pytest
 
 from decoder_svc.constraint import constraint_checker
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
+from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.errors import InvalidParameterError, UnavailableError, UnsupportedError
@@ -200,17 +201,49 @@ def test_the_process_sees_no_secret_and_no_model(checker: ConstraintChecker, mon
     assert not any("torch" in name for name in loaded)
 
 
-def test_a_process_that_is_killed_while_it_starts_is_a_reason_to_try_again(
-    checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def kills_to_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Signals for the processes that are started next, in their order."""
     original = LimitedProcess._wait_until_ready
+    signals: list[int] = []
 
     def killed(process: LimitedProcess) -> None:
-        os.kill(process.pid, signal.SIGKILL)
+        if signals:
+            os.kill(process.pid, signals.pop(0))
         original(process)
 
     with monkeypatch.context() as patch:
         patch.setattr(LimitedProcess, "_wait_until_ready", killed)
-        with pytest.raises(UnavailableError, match="compiles constraints was killed from outside; try again"):
-            checker.check(GOOD)
+        yield signals
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    checker: ConstraintChecker, kills_to_come: list[int]
+) -> None:
+    kills_to_come += [signal.SIGKILL, signal.SIGTERM]
     checker.check(GOOD)
+    assert kills_to_come == []
+
+
+def test_processes_that_are_always_killed_while_they_start_are_a_reason_to_try_again(
+    checker: ConstraintChecker, kills_to_come: list[int]
+) -> None:
+    kills_to_come += [signal.SIGKILL] * 3
+    with pytest.raises(UnavailableError, match="compiles constraints was killed from outside; try again"):
+        checker.check(GOOD)
+    checker.check(GOOD)
+
+
+def test_a_constraint_is_compiled_though_two_processes_are_killed_meanwhile(
+    checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, kills = ConstraintProcess.check, [signal.SIGKILL, signal.SIGKILL]
+
+    def killed(process: ConstraintProcess, *arguments: Any) -> str | None:
+        if kills:
+            os.kill(process.pid, kills.pop())
+        return original(process, *arguments)
+
+    monkeypatch.setattr(ConstraintProcess, "check", killed)
+    checker.check(GOOD)
+    assert kills == []
