@@ -58,6 +58,7 @@ _MAX_STREAM_DELAY_S = 0.15
 # row of logits.
 _MAX_FORCED_TOKENS = 32
 
+_QUANTIZE_BITS = {"none": None, "int8": 8, "int4": 4}
 _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -184,6 +185,7 @@ def _loaded(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         use_graphs=settings.graphs,
+        quantize_bits=_QUANTIZE_BITS[settings.quantize],
         adapters=open_adapters(settings.adapters) if settings.adapters or settings.adapters_folder else None,
     )
     runner = runner_class(device.platform)(config, family)

@@ -77,6 +77,8 @@ class RunnerConfig:
     max_num_batched_tokens: int = 2048
     # False: no graphs are recorded.
     use_graphs: bool = True
+    # Bits, 4 or 8, to which weights of linear layers are rounded while loading. None: they stay as they are.
+    quantize_bits: int | None = None
     # LoRA adapters of the language model, which requests choose from. None: none, and none will be loaded.
     adapters: tuple[AdapterFolder, ...] | None = None
 

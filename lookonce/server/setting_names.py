@@ -19,7 +19,7 @@ _DECODER = frozenset({
     "graphs", "kv_cache_memory_bytes", "kv_cache_memory_share", "max_context_tokens", "max_images_per_prompt",
     "max_logprobs", "max_num_batched_tokens", "max_num_seqs", "max_step_s", "max_stop_strings",
     "max_video_frames_per_prompt", "max_waiting_requests", "num_kv_blocks", "overlap_encode", "prefix_cache",
-    "speculative_ngram_max", "speculative_ngram_min", "speculative_tokens",
+    "quantize", "speculative_ngram_max", "speculative_ngram_min", "speculative_tokens",
 })  # fmt: skip
 _GATEWAY = frozenset({
     "decoder_target", "decoder_tls_ca", "decoder_tls_cert", "decoder_tls_key", "image_hosts", "image_timeout_s",

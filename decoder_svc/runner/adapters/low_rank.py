@@ -15,6 +15,7 @@ from torch import Tensor
 from lookonce.errors import ModelFolderError
 from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import text_child
+from lookonce.model.kernels.quantized_weight import QuantizedLinear
 
 # An adapter of all layers of a large model has a thousand matrices, whose names take some 200 KB.
 _MAX_HEADER_BYTES = 4 << 20
@@ -43,7 +44,7 @@ class TextLinears:
         self._sizes = {
             name: (module.in_features, module.out_features)
             for name, module in getattr(model.model, child).named_modules()
-            if isinstance(module, torch.nn.Linear)
+            if isinstance(module, torch.nn.Linear | QuantizedLinear)
         }
         self._prefixes = (f"model.{child}.", "language_model.model.", "text_model.model.", "model.")
         self._others = [name for name, _ in model.model.named_children() if name != child]

@@ -22,6 +22,7 @@ from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_adapters import NativeAdapters
 from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, padded, weight_of
 
 # Outputs of the MLP's first layer are interleaved in groups of this size: gates, then the values that they gate.
 _LANES = 16
@@ -77,7 +78,9 @@ def unstackable_reason(text_model: Any) -> str | None:
         linears = [getattr(layer.self_attn, name) for name in _PROJECTIONS] + [
             getattr(layer.mlp, name) for name in _MLP
         ]
-        if not all(type(linear) is torch.nn.Linear and packable(linear.weight) for linear in linears):
+        if not all(
+            type(linear) in (torch.nn.Linear, QuantizedLinear) and packable(weight_of(linear)) for linear in linears
+        ):
             return "a layer has weights other than plain matrices"
     return None
 
@@ -99,7 +102,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.rotary_emb = text_model.rotary_emb
         self._backend = backend
         self._options = tuple(options)
-        self._dtype: torch.dtype = text_model.layers[0].self_attn.q_proj.weight.dtype
+        self._dtype: torch.dtype = weight_of(text_model.layers[0].self_attn.q_proj).dtype
         self._layers = [_layer(layer) for layer in text_model.layers]
         self._last_norm = _norm(text_model.norm)
         self._num_heads = self._layers[0].attended.num_inputs // text_model.layers[0].self_attn.head_dim
@@ -132,7 +135,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that every step reads."""
-        return sum(weights.panels.nbytes for weights in self.weights())
+        return sum(weights.nbytes for weights in self.weights())
 
     @contextmanager
     def last_layer_only(self) -> Iterator[None]:
@@ -209,21 +212,22 @@ def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     # Pad to whole vectors with zero weights, which change no result.
-    missing = -mlp.gate_proj.weight.shape[0] % _LANES
-    gate_up = _interleaved([_with_rows(linear.weight, missing) for linear in (mlp.gate_proj, mlp.up_proj)])
+    missing = -mlp.gate_proj.out_features % _LANES
+    gate_up = _interleaved([padded(weight_of(linear), missing) for linear in (mlp.gate_proj, mlp.up_proj)])
     biases = [linear.bias for linear in (mlp.gate_proj, mlp.up_proj)]
     gate_up_bias = None
     if biases[0] is not None:
-        gate_up_bias = _interleaved([F.pad(bias, (0, missing)) for bias in biases])
+        wide_biases = torch.cat([F.pad(bias, (0, missing)) for bias in biases])
+        gate_up_bias = wide_biases[_interleaved_rows(len(wide_biases))]
     return _Layer(
         input_norm=_norm(layer.input_layernorm),
         attended_norm=_norm(layer.post_attention_layernorm),
         query_norm=None if query_norm is None else _norm(query_norm),
         key_norm=None if key_norm is None else _norm(key_norm),
         query_key_value=_merged([attention.q_proj, attention.k_proj, attention.v_proj]),
-        attended=packed(attention.o_proj.weight, attention.o_proj.bias),
+        attended=packed(weight_of(attention.o_proj), attention.o_proj.bias),
         gate_up=packed(gate_up, gate_up_bias),
-        down=packed(F.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias),
+        down=packed(padded(weight_of(mlp.down_proj), num_inputs=missing), mlp.down_proj.bias),
     )
 
 
@@ -239,22 +243,24 @@ def _norm(module: Any) -> Tensor:
     return module.weight.to(torch.float32, copy=True).contiguous()
 
 
-def _with_rows(weight: Tensor, missing: int) -> Tensor:
-    return F.pad(weight, (0, 0, 0, missing))
+def _interleaved(parts: Sequence[Weight]) -> Weight:
+    """Interleaves the rows of two matrices in groups of 16."""
+    whole = concatenated(parts)
+    return whole[_interleaved_rows(whole.shape[0])]
 
 
-def _interleaved(parts: Sequence[Tensor]) -> Tensor:
-    """Interleaves the rows of two matrices, or the elements of two vectors, in groups of 16."""
-    return torch.stack([part.unflatten(0, (-1, _LANES)) for part in parts], dim=1).flatten(0, 2)
+def _interleaved_rows(num_rows: int) -> Tensor:
+    """Returns the order of rows that takes 16 of the first half, then 16 of the second half, and so on."""
+    return torch.arange(num_rows).unflatten(0, (2, -1, _LANES)).transpose(0, 1).flatten()
 
 
 def _merged(linears: Sequence[Any]) -> PackedWeights:
     biases = [linear.bias for linear in linears]
     bias = None
     if any(one is not None for one in biases):
-        sizes = [linear.weight.shape[0] for linear in linears]
+        sizes = [linear.out_features for linear in linears]
         bias = torch.cat([torch.zeros(n) if one is None else one.float() for one, n in zip(biases, sizes, strict=True)])
-    return packed(torch.cat([linear.weight for linear in linears]), bias)
+    return packed(concatenated([weight_of(linear) for linear in linears]), bias)
 
 
 def _struct(layer: _Layer) -> StackLayer:

@@ -21,6 +21,7 @@ from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.kernel_choice import NATIVE
 from lookonce.model.kernels.linear_trial import choose_step_linear
+from lookonce.model.kernels.quantized_layers import quantize_linears
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,17 @@ class CPUModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         """Loads the language half and installs native kernels if the machine and the model allow it."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        if self.config.quantize_bits is not None:
+            quantize_linears(getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
         self.adapters = self._adapter_table()
         num_threads = torch.get_num_threads()
         self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
         if isinstance(self.backend, NativeBackend):
             self.sampler = NativeSampler(self.backend.library, num_threads)
         linear = choose_step_linear(self.model.dtype)
-        if isinstance(self.backend, NativeBackend) and linear.implementation == NATIVE:
+        # PyTorch would compute quantized layers from whole weights, made anew in each step.
+        is_native = linear.implementation == NATIVE or self.config.quantize_bits is not None
+        if isinstance(self.backend, NativeBackend) and is_native:
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
             self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes, self.adapters)
         text_model = getattr(self.model.model, text_child(self.model))

@@ -20,6 +20,7 @@ from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
+from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
 
@@ -45,6 +46,8 @@ class GPUModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """Loads the language half into device memory and chooses the attention backend."""
+        if self.config.quantize_bits is not None:
+            raise ConfigurationError("quantize is offered on CPUs only; leave it out")
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         self.adapters = self._adapter_table()
         self.model.to(self.device)

@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from lookonce.logs import get_logger
 from lookonce.model.kernels.activation import Activation
+from lookonce.model.kernels.quantized_weight import QuantizedLinear
 
 # Makes a faster layer that computes the same, with a fused activation; None if it cannot.
-LayerMaker = Callable[[torch.nn.Linear, Activation], torch.nn.Module | None]
+LayerMaker = Callable[[torch.nn.Linear | QuantizedLinear, Activation], torch.nn.Module | None]
 
 # Largest accepted difference from the plain layer on random rows, relative to the norm of its output. Both sum in
 # float32.
@@ -21,7 +22,9 @@ _NUM_CHECKED_ROWS = 4
 _log = get_logger(__name__)
 
 
-def agrees_with_plain(layer: torch.nn.Module, linear: torch.nn.Linear, activation: Activation) -> bool:
+def agrees_with_plain(
+    layer: torch.nn.Module, linear: torch.nn.Linear | QuantizedLinear, activation: Activation
+) -> bool:
     """Whether a layer's results for random rows agree with those of PyTorch's plain operators."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_NUM_CHECKED_ROWS, linear.in_features, generator=generator).to(linear.weight.dtype)
@@ -40,7 +43,7 @@ def replace_linears(model: torch.nn.Module, make: LayerMaker) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear
+        if type(child) in (torch.nn.Linear, QuantizedLinear)
     ]
     # Keyed by id, so that the dict keeps no plain layer alive. Layers still in `found` are alive, so no id is reused.
     layers: dict[int, torch.nn.Module | None] = {}

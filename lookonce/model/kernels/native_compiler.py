@@ -29,8 +29,8 @@ _X86, _ARM = "x86_64", "aarch64"
 _V3_FEATURES = frozenset({"avx2", "fma3", "bmi2", "f16c"})
 _V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _V4_FEATURES = _V3_FEATURES | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}
-_PAIRS = "-mavx512bf16"
-_PAIR_FEATURES = _V4_FEATURES | {"avx512_bf16"}
+_PAIRS = ("-mavx512bf16", "-mavx512vnni")
+_PAIR_FEATURES = _V4_FEATURES | {"avx512_bf16", "avx512_vnni"}
 
 
 class NativeLibraryError(Exception):
@@ -55,9 +55,9 @@ LEVELS = (
     NativeLevel("x86_64", _X86, (), frozenset()),
     NativeLevel("avx2", _X86, ("-march=x86-64-v3",), _V3_FEATURES),
     NativeLevel("avx512", _X86, _V4, _V4_FEATURES),
-    NativeLevel("avx512_bf16", _X86, (*_V4, _PAIRS), _PAIR_FEATURES),
+    NativeLevel("avx512_bf16", _X86, (*_V4, *_PAIRS), _PAIR_FEATURES),
     NativeLevel(
-        "amx_bf16", _X86, (*_V4, _PAIRS, "-mamx-tile", "-mamx-bf16"), _PAIR_FEATURES | {"amx_tile", "amx_bf16"}
+        "amx_bf16", _X86, (*_V4, *_PAIRS, "-mamx-tile", "-mamx-bf16"), _PAIR_FEATURES | {"amx_tile", "amx_bf16"}
     ),
     NativeLevel("neon", _ARM, (), frozenset()),
     NativeLevel("neon_bf16", _ARM, ("-march=armv8.2-a+bf16",), frozenset({"bf16"})),

@@ -19,20 +19,39 @@ from torch import Tensor
 from lookonce.model.kernels.activation import Activation
 from lookonce.model.kernels.linear_layers import agrees_with_plain
 from lookonce.model.kernels.native_library import load_library
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, Weight, padded, weight_of
 
 SOURCES = pathlib.Path(__file__).with_name("native")
 PANEL_OUTPUTS = 32
 
 
 class Linear(ctypes.Structure):
-    """A linear layer with packed weights; the layout of `Linear` in native/linear.h."""
+    """A linear layer with packed weights; the layout of `Linear` in native/layer.h."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_inputs", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("group_inputs", ctypes.c_int64),
+        ("code_bits", ctypes.c_int64),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Quantized weights in the kernel's layout, as native/layer.h describes it."""
+
+    # uint8.
+    codes: Tensor
+    # float32 [panels, groups, 32].
+    scales: Tensor
+    offsets: Tensor
+    group_inputs: int
+    bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +61,64 @@ class PackedWeights:
     num_inputs: int
     num_outputs: int
     dtype: torch.dtype
-    # [panels, inputs in 32-bit words, 32], int32.
-    panels: Tensor
+    # [panels, inputs in 32-bit words, 32], int32; None: the weights are quantized.
+    panels: Tensor | None
+    codes: _Codes | None
     # float32 [outputs rounded up to 32].
     bias: Tensor | None
 
     def struct(self) -> Linear:
         """Returns the kernel's argument. It points into these weights, which must stay alive."""
         bias = None if self.bias is None else self.bias.data_ptr()
-        return Linear(self.panels.data_ptr(), bias, self.num_inputs, self.num_outputs)
+        panels = None if self.panels is None else self.panels.data_ptr()
+        struct = Linear(panels, bias, self.num_inputs, self.num_outputs)
+        if self.codes is not None:
+            struct.codes = self.codes.codes.data_ptr()
+            struct.scales, struct.offsets = self.codes.scales.data_ptr(), self.codes.offsets.data_ptr()
+            struct.group_inputs, struct.code_bits = self.codes.group_inputs, self.codes.bits
+        return struct
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, which every step reads."""
+        if self.codes is not None:
+            return sum(part.nbytes for part in (self.codes.codes, self.codes.scales, self.codes.offsets))
+        assert self.panels is not None, "weights are panels or codes"
+        return int(self.panels.nbytes)
 
 
-def packable(weight: Tensor) -> bool:
+def packable(weight: Weight) -> bool:
     """Whether the kernel supports such a weight `[outputs, inputs]`."""
-    return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.itemsize % 4 == 0
+    return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.dtype.itemsize % 4 == 0
 
 
-def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeights:
+def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
     """Copies a weight `[outputs, inputs]` into the kernel's layout."""
     num_outputs, num_inputs = weight.shape
     missing = -num_outputs % PANEL_OUTPUTS
-    whole = F.pad(weight, (0, 0, 0, missing)).contiguous()
-    panels = whole.view(torch.int32).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
+    whole = padded(weight, missing)
+    panels, codes = None, None
+    if isinstance(whole, QuantizedWeight):
+        codes = _packed_codes(whole)
+    else:
+        panels = whole.contiguous().view(torch.int32).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
     wide_bias = None if bias is None else F.pad(bias.float(), (0, missing)).contiguous()
-    return PackedWeights(num_inputs, num_outputs, weight.dtype, panels, wide_bias)
+    return PackedWeights(num_inputs, num_outputs, weight.dtype, panels, codes, wide_bias)
+
+
+def _packed_codes(weight: QuantizedWeight) -> _Codes:
+    per_word = 4 // weight.dtype.itemsize
+    # [panels, inputs in words, 32 outputs × inputs of a word]
+    codes = weight.codes.unflatten(1, (-1, per_word)).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).flatten(2)
+    codes = codes.contiguous().view(torch.uint8)
+    if weight.bits == 4:
+        low, high = codes.chunk(2, dim=2)
+        codes = (low | high << 4).contiguous()
+    scales, offsets = (
+        part.float().unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
+        for part in (weight.scales, weight.offsets)
+    )
+    return _Codes(codes, scales, offsets, weight.group_inputs, weight.bits)
 
 
 class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -110,18 +163,19 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
     @property
     def nbytes(self) -> int:
         """Bytes that the packed weights take."""
-        return int(self._weights.panels.nbytes)
+        return self._weights.nbytes
 
 
 def native_linear(
-    linear: torch.nn.Linear, activation: Activation = Activation.NONE, *, num_threads: int
+    linear: torch.nn.Linear | QuantizedLinear, activation: Activation = Activation.NONE, *, num_threads: int
 ) -> NativeLinear | None:
     """Returns a layer by our kernel with fused `activation`, or None if the kernel cannot compute it.
 
     Raises NativeLibraryError.
     """
-    if not packable(linear.weight):
+    weight = weight_of(linear)
+    if not packable(weight):
         return None
     with torch.inference_mode():
-        layer = NativeLinear(packed(linear.weight, linear.bias), num_threads, activation=activation)
+        layer = NativeLinear(packed(weight, linear.bias), num_threads, activation=activation)
         return layer if agrees_with_plain(layer, linear, activation) else None

@@ -127,6 +127,7 @@ class StackRun {
     attended_.reset(new Left[tokens * query_size]);
     gated_.reset(new Left[tokens * stack.mlp_size]);
     partials_.reset(new float[num_partials]);
+    integers_.reserve(tokens, std::max({stack.hidden_size, query_size, stack.mlp_size}));
     if (io.adapters != nullptr) lowered_.reset(new float[tokens * io.adapters->max_rank]);
   }
 
@@ -161,12 +162,12 @@ class StackRun {
     return plans_[i];
   }
 
-  // Four linear layers, two norms, rotation and attention.
   // Rows of `down` that one item multiplies with a token, so that a step of one token keeps all threads busy.
   static constexpr int64_t kRanksPerItem = 8;
   // Rows of them whose sums run side by side.
   static constexpr int64_t kRanksAtOnce = 4;
-  static constexpr int64_t kPhasesPerLayer = 7 + TypeAttention::kNumPhases;
+  // Four linear layers of up to two phases, two norms, rotation and attention.
+  static constexpr int64_t kPhasesPerLayer = 7 + kNumLinears + TypeAttention::kNumPhases;
 
   // Called by all threads, like all functions below.
   void layer(int64_t index, Worker& worker, PhaseClock& clock) const {
@@ -185,7 +186,8 @@ class StackRun {
     clock.ends(kNorms);
     const int64_t projected_size = layer.query_key_value.num_outputs;
     lower(worker, index, kQueryKeyValueLinear, layer.query_key_value, normed_.get());
-    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, float* sums) {
+    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, integers_,
+                 [&](int64_t row, int64_t column, float* sums) {
       add_low_rank(index, kQueryKeyValueLinear, row, column, sums);
       const int64_t count = std::min(kTileColumns, projected_size - column);
       std::copy(sums, sums + count, projected_.get() + row * projected_size + column);
@@ -199,19 +201,20 @@ class StackRun {
         .run(worker);
     clock.ends(kAttention);
     lower(worker, index, kAttendedLinear, layer.attended, attended_.get());
-    linear<Type>(worker, layer.attended, attended_.get(), tokens, add_to_hidden(kAttendedLinear));
+    linear<Type>(worker, layer.attended, attended_.get(), tokens, integers_, add_to_hidden(kAttendedLinear));
     clock.ends(kAttended);
     normalise<LeftOf<Type>>(worker, layer.attended_norm, normed_.get());
     clock.ends(kNorms);
     lower(worker, index, kGateUpLinear, layer.gate_up, normed_.get());
-    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, float* sums) {
+    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, integers_,
+                 [&](int64_t row, int64_t column, float* sums) {
       add_low_rank(index, kGateUpLinear, row, column, sums);
       const Floats gate = load_floats(sums), gated = gated_by_sigmoid<Type::kIsRough>(gate, gate);
       Type::store_left(gated_.get() + row * stack_.mlp_size + column / 2, gated * load_floats(sums + kLanes));
     });
     clock.ends(kGateUp);
     lower(worker, index, kDownLinear, layer.down, gated_.get());
-    linear<Type>(worker, layer.down, gated_.get(), tokens, add_to_hidden(kDownLinear));
+    linear<Type>(worker, layer.down, gated_.get(), tokens, integers_, add_to_hidden(kDownLinear));
     clock.ends(kDown);
   }
 
@@ -324,6 +327,8 @@ class StackRun {
   // Buffers for all tokens, uninitialised.
   std::unique_ptr<Left[]> normed_, queries_, attended_, gated_;
   std::unique_ptr<float[]> projected_, partials_;
+  // Inputs of quantized layers.
+  mutable IntegerInputs integers_;
   // Products with the adapters' `down`, [num_tokens, max_rank].
   std::unique_ptr<float[]> lowered_;
 };

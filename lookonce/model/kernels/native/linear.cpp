@@ -29,7 +29,9 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
   using Left = typename Type::Left;
   constexpr bool kIsCopied = !std::is_same_v<Left, typename Type::Element>;
   std::unique_ptr<Left[]> copy(kIsCopied ? new Left[num_rows * layer.num_inputs] : nullptr);
-  Phases phases(2);
+  IntegerInputs integers;
+  if (layer.codes != nullptr) integers.reserve(num_rows, layer.num_inputs);
+  Phases phases(3);
 #pragma omp parallel num_threads(num_threads) if (is_large)
   {
     Worker worker(phases);
@@ -43,7 +45,7 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
     } else {
       left = input;
     }
-    linear<Type>(worker, layer, left, num_rows, [&](int64_t row, int64_t column, float* sums) {
+    linear<Type>(worker, layer, left, num_rows, integers, [&](int64_t row, int64_t column, float* sums) {
       activate<Out::kIsRough>(activation, sums, kTileColumns);
       store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
     });

@@ -9,17 +9,12 @@
 #include <algorithm>
 
 #include "amx.h"
+#include "layer.h"
 #include "phases.h"
+#include "quantized.h"
 #include "tile.h"
 
 namespace lookonce {
-
-struct Linear {
-  const uint32_t* panels;
-  const float* bias;  // [outputs rounded up to 32]; null: no bias.
-  int64_t num_inputs;
-  int64_t num_outputs;
-};
 
 #if defined(__AMX_BF16__)
 template <typename Type>
@@ -43,8 +38,11 @@ constexpr int64_t kChunkBytes = 1 << 18;
 constexpr int64_t kAheadWords = 2048;
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
+// `integers` is a buffer for quantized layers, which are two phases.
 template <typename Type, typename Finish>
-void linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows, Finish finish) {
+void linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
+            IntegerInputs& integers, Finish finish) {
+  if (layer.codes != nullptr) return quantized_linear<Type>(worker, layer, input, num_rows, integers, finish);
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_words = layer.num_inputs / Type::kPerWord;
   const int64_t row_bytes = layer.num_inputs * sizeof(*input);

@@ -114,6 +114,58 @@ void check_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t
   }
 }
 
+// Weights of random codes, scales and offsets. Inputs have one large number in each row, as those of real models do.
+template <typename Type>
+void check_quantized_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t outputs, int64_t bits,
+                            int64_t group) {
+  using Element = typename Type::Element;
+  auto input = random_elements<Type>(rows * inputs);
+  for (int64_t r = 0; r < rows; ++r) input[r * inputs + r % inputs] = rounded<Type>(50.0f);
+  const int64_t num_panels = (outputs + kTileColumns - 1) / kTileColumns, num_groups = (inputs + group - 1) / group;
+  const int64_t word_elements = kTileColumns * Type::kPerWord, word_bytes = word_elements * bits / 8;
+  std::vector<uint8_t> codes(num_panels * inputs / Type::kPerWord * word_bytes);
+  std::vector<float> scales(num_panels * num_groups * kTileColumns), offsets(scales.size());
+  std::vector<double> weights(outputs * inputs);
+  std::uniform_int_distribution<int> any(bits == 8 ? -128 : 0, bits == 8 ? 127 : 15);
+  std::uniform_real_distribution<float> factor(0.01f, 0.1f);
+  for (float& scale : scales) scale = factor(generator);
+  for (float& offset : offsets) offset = -factor(generator);
+  for (int64_t o = 0; o < outputs; ++o) {
+    for (int64_t i = 0; i < inputs; ++i) {
+      const int code = any(generator);
+      const int64_t panel = o / kTileColumns, word = panel * (inputs / Type::kPerWord) + i / Type::kPerWord;
+      const int64_t element = o % kTileColumns * Type::kPerWord + i % Type::kPerWord, half = word_elements / 2;
+      if (bits == 8) {
+        codes[word * word_bytes + element] = static_cast<uint8_t>(code);
+      } else {
+        codes[word * word_bytes + element % half] |= element < half ? code : code << 4;
+      }
+      const int64_t at = (panel * num_groups + i / group) * kTileColumns + o % kTileColumns;
+      weights[o * inputs + i] = static_cast<double>(code) * scales[at] + offsets[at];
+    }
+  }
+  Linear layer{nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, bits};
+  const auto exact_input = numbers<Type>(input);
+  std::vector<double> wanted(rows * outputs);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      double sum = 0;
+      for (int64_t i = 0; i < inputs; ++i) sum += exact_input[r * inputs + i] * weights[o * inputs + i];
+      wanted[r * outputs + o] = sum;
+    }
+  }
+  std::vector<float> found(rows * outputs), alone(outputs);
+  run<Type, Float32>(layer, input.data(), rows, found.data(), Activation::kNone, 2);
+  const std::string what = std::to_string(bits) + " bits in groups of " + std::to_string(group) + ", " + type + " " +
+                           std::to_string(rows) + " x " + std::to_string(inputs) + " x " + std::to_string(outputs);
+  check(difference<Float32>(found, wanted) < 2e-4, what);
+  for (int64_t r = 0; r < rows; ++r) {
+    run<Type, Float32>(layer, input.data() + r * inputs, 1, alone.data(), Activation::kNone, 1);
+    const size_t bytes = outputs * sizeof(float);
+    check(std::memcmp(alone.data(), found.data() + r * outputs, bytes) == 0, what + ": row has other bits alone");
+  }
+}
+
 template <bool kIsRough>
 void check_activation(Activation activation, double (*exact)(double), const std::string& what) {
   alignas(64) float values[kLanes];
@@ -249,6 +301,13 @@ void check_type(const std::string& type) {
     for (int64_t inputs : {2, 34, 130}) check_linear<Type>(type, rows, inputs, 70);
   }
   for (int64_t outputs : {1, 16, 31, 32, 33}) check_linear<Type>(type, 6, 64, outputs);
+  for (int64_t bits : {4, 8}) {
+    for (int64_t rows : {1, 5, 13, 100}) {
+      for (int64_t group : {32, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, bits, group);
+    }
+    check_quantized_linear<Type>(type, 3, 64, 33, bits, 1024);
+    check_quantized_linear<Type>(type, 2, 2, 1, bits, 128);
+  }
   for (int64_t tokens : {1, 13, 33, 70}) {
     for (int64_t dim : {16, 72, 80}) check_dense_attention<Type>(type, tokens, dim);
   }

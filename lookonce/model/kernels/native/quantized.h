@@ -1,0 +1,305 @@
+// Linear layers whose weights are integers of 4 or 8 bits with a scale and an offset for each group of inputs.
+//
+// Layers of bfloat16 multiply integers: each row of inputs is rounded to 16 bits with a scale for each block of up to 128
+// inputs, products of a block are summed exactly in 32 bits, and scales are applied to the sums. The rounding is finer
+// than bfloat16's: 2^-16 of a block's largest input. Layers of float32 expand the weights to float32, so their results
+// are the bits of a layer that holds the expanded weights. A thread expands a part of a panel at a time, in its L1 cache.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "layer.h"
+#include "phases.h"
+#include "tile.h"
+
+namespace lookonce {
+
+// Inputs that are expanded at once, and rows that are multiplied with them: 8 or 16 KB of weights, 12 KB of sums.
+constexpr int64_t kExpandedInputs = 128;
+constexpr int64_t kExpandedRows = 96;
+// Distance at which codes are prefetched, bytes.
+constexpr int64_t kAheadCodes = 4096;
+
+// The largest input of a block as an integer.
+constexpr float kLargestInteger = 32767.0f;
+
+typedef int8_t CodeRegister __attribute__((vector_size(kRegisterLanes)));
+typedef uint8_t UnsignedCodeRegister __attribute__((vector_size(kRegisterLanes)));
+typedef int8_t CodePairs __attribute__((vector_size(kRegisterBytes / 2)));
+typedef uint8_t UnsignedCodePairs __attribute__((vector_size(kRegisterBytes / 2)));
+typedef int16_t IntegerPairs __attribute__((vector_size(kRegisterBytes)));
+typedef int16_t ShortIntegers __attribute__((vector_size(kRegisterBytes / 2)));
+
+// Integers of 16 bits as an element type of the product. Its sums are integers of 32 bits in registers of floats.
+struct Int16 {
+  using Left = int16_t;
+  static constexpr int64_t kPerWord = 2;
+  static constexpr int kNumProducts = 1;
+
+  template <int kProduct>
+  static WordRegister right(WordRegister words) {
+    return words;
+  }
+  static FloatRegister add_product(FloatRegister sums, WordRegister left, WordRegister right) {
+#if defined(__AVX512VNNI__)
+    const __m512i total = _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(left),
+                                              reinterpret_cast<__m512i>(right));
+    return reinterpret_cast<FloatRegister>(total);
+#else
+    return as_floats(reinterpret_cast<WordRegister>(reinterpret_cast<IntegerRegister>(sums) + pairs(left, right)));
+#endif
+  }
+
+ private:
+  // Returns the sum of the two products of each word.
+  static IntegerRegister pairs(WordRegister left, WordRegister right) {
+#if defined(__AVX512BW__)
+    return reinterpret_cast<IntegerRegister>(
+        _mm512_madd_epi16(reinterpret_cast<__m512i>(left), reinterpret_cast<__m512i>(right)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<IntegerRegister>(
+        _mm256_madd_epi16(reinterpret_cast<__m256i>(left), reinterpret_cast<__m256i>(right)));
+#else
+    const IntegerRegister l = reinterpret_cast<IntegerRegister>(left), r = reinterpret_cast<IntegerRegister>(right);
+    return (l << 16 >> 16) * (r << 16 >> 16) + (l >> 16) * (r >> 16);
+#endif
+  }
+};
+
+// Inputs as integers: [rows, inputs], and scale and sum of the block's integers · scale, [rows, blocks].
+struct IntegerInputs {
+  std::unique_ptr<int16_t[]> integers;
+  std::unique_ptr<float[]> scales, sums;
+
+  // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more.
+  void reserve(int64_t num_rows, int64_t num_inputs) {
+    const int64_t num_blocks = (num_inputs + kLanes - 1) / kLanes;
+    integers.reset(new int16_t[num_rows * num_inputs]);
+    scales.reset(new float[num_rows * num_blocks]);
+    sums.reset(new float[num_rows * num_blocks]);
+  }
+};
+
+// Inputs that are summed as integers: they share a scale of the weights.
+inline int64_t block_inputs(const Linear& layer) { return std::min(layer.group_inputs, kExpandedInputs); }
+
+inline int64_t num_blocks(const Linear& layer) { return (layer.num_inputs + block_inputs(layer) - 1) / block_inputs(layer); }
+
+// Rounds a block of inputs. One that is infinite or not a number makes the scale NaN.
+template <typename Type>
+inline void round_block(const typename Type::Left* from, int64_t count, int16_t* to, float* scale, float* sum) {
+  alignas(64) typename Type::Left inputs[kExpandedInputs] = {};
+  std::copy(from, from + count, inputs);
+  Floats largest(0.0f), total(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats value = Type::load_left(inputs + i);
+    const Floats size = larger(value, 0.0f - value);
+    largest = larger(size, largest);
+    total += size;
+  }
+  const float most = largest_lane(largest);
+  if (!(sum_of_lanes(total) < HUGE_VALF)) {
+    std::fill(to, to + count, int16_t{1});
+    *scale = *sum = NAN;
+    return;
+  }
+  *scale = most / kLargestInteger;
+  const float factor = *scale > 0.0f ? 1.0f / *scale : 0.0f;
+  alignas(64) int16_t integers[kExpandedInputs];
+  Integers integer_sum(0);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats value = Type::load_left(inputs + i) * factor;
+    const Floats half = select(value < 0.0f, -0.5f, 0.5f);
+    for (int p = 0; p < kRegisters; ++p) {
+      // The conversion truncates towards zero.
+      const IntegerRegister nearest = __builtin_convertvector(value.part[p] + half.part[p], IntegerRegister);
+      integer_sum.part[p] += nearest;
+      const ShortIntegers narrow = __builtin_convertvector(nearest, ShortIntegers);
+      std::memcpy(integers + i + p * kRegisterLanes, &narrow, sizeof narrow);
+    }
+  }
+  std::copy(integers, integers + count, to);
+  int64_t whole = 0;
+  for (int p = 0; p < kRegisters; ++p) {
+    for (int lane = 0; lane < kRegisterLanes; ++lane) whole += integer_sum.part[p][lane];
+  }
+  *sum = static_cast<float>(whole) * *scale;
+}
+
+// Expands the codes of inputs [first, stop) of a panel to integers of 16 bits.
+template <int kBits>
+inline void expand_integers(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
+  constexpr int64_t kElements = 2 * kTileColumns, kBytes = kElements * kBits / 8, kStep = kRegisterBytes / 2;
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kBytes;
+  int16_t* elements = reinterpret_cast<int16_t*>(to);
+  for (int64_t input = first; input < stop; input += 2, codes += kBytes, elements += kElements) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    for (int64_t byte = 0; byte < kBytes; byte += kStep) {
+      if constexpr (kBits == 8) {
+        CodePairs bytes;
+        std::memcpy(&bytes, codes + byte, sizeof bytes);
+        const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
+        std::memcpy(elements + byte, &wide, sizeof wide);
+      } else {
+        UnsignedCodePairs bytes;
+        std::memcpy(&bytes, codes + byte, sizeof bytes);
+        const IntegerPairs both = __builtin_convertvector(bytes, IntegerPairs), low = both & 15, high = both >> 4;
+        std::memcpy(elements + byte, &low, sizeof low);
+        std::memcpy(elements + kElements / 2 + byte, &high, sizeof high);
+      }
+    }
+  }
+}
+
+// Adds a block's sums of integers [rows, 32] to the sums, scaled.
+inline void add_block(const Linear& layer, int64_t panel, int64_t block, const IntegerInputs& inputs, int64_t first_row,
+                      int64_t num_rows, const float* integers, float* sums, bool adds) {
+  const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
+  const int64_t group = block * block_inputs(layer) / layer.group_inputs, blocks = num_blocks(layer);
+  const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
+  const float* offsets = layer.offsets + (panel * num_groups + group) * kTileColumns;
+  for (int64_t v = 0; v < kTileColumns; v += kLanes) {
+    const Floats scale = load_floats(scales + v), offset = load_floats(offsets + v);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t at = (first_row + row) * blocks + block, place = row * kTileColumns + v;
+      const Floats bits = load_floats(integers + place);
+      Floats value;
+      for (int p = 0; p < kRegisters; ++p) {
+        value.part[p] = __builtin_convertvector(reinterpret_cast<IntegerRegister>(bits.part[p]), FloatRegister);
+      }
+      const Floats total = adds ? load_floats(sums + place) : Floats(0.0f);
+      store_floats(sums + place, value * (scale * inputs.scales[at]) + (offset * inputs.sums[at] + total));
+    }
+  }
+}
+
+// Expands the words of inputs [first, stop) of a panel. All of them belong to one group.
+template <typename Type, int kBits>
+inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int64_t stop, typename Type::Element* to) {
+  constexpr int64_t kElements = kTileColumns * Type::kPerWord, kVectors = kElements / kLanes;
+  constexpr int64_t kBytes = kElements * kBits / 8;
+  const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
+  const int64_t at = (panel * num_groups + first / layer.group_inputs) * kTileColumns;
+  Floats scales[kVectors], offsets[kVectors];
+  alignas(64) float repeated[2][kElements];
+  for (int64_t e = 0; e < kElements; ++e) {
+    const int64_t column = at + e / Type::kPerWord;
+    repeated[0][e] = layer.scales[column];
+    repeated[1][e] = layer.offsets[column];
+  }
+  for (int64_t v = 0; v < kVectors; ++v) {
+    scales[v] = load_floats(repeated[0] + v * kLanes);
+    offsets[v] = load_floats(repeated[1] + v * kLanes);
+  }
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / Type::kPerWord * kBytes;
+  for (int64_t input = first; input < stop; input += Type::kPerWord, codes += kBytes, to += kElements) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    for (int64_t v = 0; v < kVectors; v += kBits == 8 ? 1 : 2) {
+      // Four bits: the first half of a word's elements is in the lower bits, the second half in the upper ones.
+      const int64_t low = kBits == 8 ? v : v / 2, high = low + kVectors / 2;
+      Floats lows, highs;
+      for (int p = 0; p < kRegisters; ++p) {
+        if constexpr (kBits == 8) {
+          CodeRegister bytes;
+          std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
+          lows.part[p] = __builtin_convertvector(__builtin_convertvector(bytes, IntegerRegister), FloatRegister);
+        } else {
+          UnsignedCodeRegister bytes;
+          std::memcpy(&bytes, codes + low * kLanes + p * kRegisterLanes, sizeof bytes);
+          const IntegerRegister both = __builtin_convertvector(bytes, IntegerRegister);
+          lows.part[p] = __builtin_convertvector(both & 15, FloatRegister);
+          highs.part[p] = __builtin_convertvector(both >> 4, FloatRegister);
+        }
+      }
+      Type::store(to + low * kLanes, lows * scales[low] + offsets[low]);
+      if constexpr (kBits == 4) Type::store(to + high * kLanes, highs * scales[high] + offsets[high]);
+    }
+  }
+}
+
+// Computes the sums [num_rows, 32] of a panel with weights expanded to the element type.
+template <typename Type>
+void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::Left* input, int64_t num_rows,
+                       float* sums) {
+  alignas(64) uint32_t words[kExpandedInputs * kTileColumns / Type::kPerWord];
+  for (int64_t first = 0; first < layer.num_inputs; first += kExpandedInputs) {
+    const int64_t end = std::min(first + kExpandedInputs, layer.num_inputs);
+    for (int64_t start = first, stop; start < end; start = stop) {
+      stop = std::min((start / layer.group_inputs + 1) * layer.group_inputs, end);
+      auto* to = reinterpret_cast<typename Type::Element*>(words) + (start - first) * kTileColumns;
+      if (layer.code_bits == 8) {
+        expand_group<Type, 8>(layer, panel, start, stop, to);
+      } else {
+        expand_group<Type, 4>(layer, panel, start, stop, to);
+      }
+    }
+    const Segment all{{words, words + kLanes}, (end - first) / Type::kPerWord};
+    for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+      const Operands<Type> of{input + row * layer.num_inputs + first, layer.num_inputs, &all, 1, kTileColumns};
+      multiply<Type>(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, first > 0);
+    });
+  }
+}
+
+// Computes the sums [num_rows, 32] of a panel from inputs as integers.
+inline void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
+                              int64_t num_rows, float* sums) {
+  alignas(64) float integers[kExpandedRows * kTileColumns];
+  alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
+  const int64_t size = block_inputs(layer);
+  for (int64_t block = 0; block < num_blocks(layer); ++block) {
+    const int64_t first = block * size, end = std::min(first + size, layer.num_inputs);
+    if (layer.code_bits == 8) {
+      expand_integers<8>(layer, panel, first, end, words);
+    } else {
+      expand_integers<4>(layer, panel, first, end, words);
+    }
+    const Segment all{{words, words + kLanes}, (end - first) / 2};
+    for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+      const int16_t* left = inputs.integers.get() + (first_row + row) * layer.num_inputs + first;
+      const Operands<Int16> of{left, layer.num_inputs, &all, 1, kTileColumns};
+      multiply<Int16>(rows, kTileVectors, integers + row * kTileColumns, kTileColumns, of, false);
+    });
+    add_block(layer, panel, block, inputs, first_row, num_rows, integers, sums, block > 0);
+  }
+}
+
+// Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
+// It is two phases with bfloat16, one with float32, which needs no `integers`.
+template <typename Type, typename Finish>
+void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
+                      IntegerInputs& integers, Finish finish) {
+  if constexpr (Type::kIsRough) {
+    const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
+    worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
+      const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
+      round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
+                        integers.scales.get() + item, integers.sums.get() + item);
+    });
+  }
+  const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
+  const int64_t num_chunks = (num_rows + kExpandedRows - 1) / kExpandedRows;
+  const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
+  worker.run(num_chunks * num_panels, side_by_side, [&](int64_t item) {
+    const int64_t chunk = item / num_panels * kExpandedRows, panel = item % num_panels;
+    const int64_t count = std::min(kExpandedRows, num_rows - chunk);
+    alignas(64) float sums[kExpandedRows * kTileColumns];
+    if constexpr (Type::kIsRough) {
+      multiply_integers(layer, panel, integers, chunk, count, sums);
+    } else {
+      multiply_expanded<Type>(layer, panel, input + chunk * layer.num_inputs, count, sums);
+    }
+    for (int64_t row = 0; row < count; ++row) {
+      float* of_row = sums + row * kTileColumns;
+      if (layer.bias != nullptr) {
+        for (int64_t c = 0; c < kTileColumns; ++c) of_row[c] += layer.bias[panel * kTileColumns + c];
+      }
+      finish(chunk + row, panel * kTileColumns, of_row);
+    }
+  });
+}
+
+}  // namespace lookonce

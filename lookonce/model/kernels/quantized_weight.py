@@ -1,0 +1,132 @@
+"""Weights of linear layers as integers: `weight = code · scale + offset`, with a scale for each group of inputs.
+
+Groups of 128 inputs and rounding to the nearest are what most production folders use (GPTQ, arXiv:2210.17323, and AWQ,
+arXiv:2306.00978, change which integers are chosen, not this form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Inputs that share a scale where the weights are quantized here.
+GROUP_INPUTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight `[outputs, inputs]` as integers. Rows can be selected by `weight[indices]`."""
+
+    # int8 [outputs, inputs]: -128 … 127, or 0 … 15 for 4 bits.
+    codes: Tensor
+    # float32 [outputs, groups].
+    scales: Tensor
+    # float32 [outputs, groups].
+    offsets: Tensor
+    # 4 or 8.
+    bits: int
+    # An even number of inputs; the last group may have fewer.
+    group_inputs: int
+    # The type of the weight that this stands for.
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return self.codes.shape
+
+    def __getitem__(self, rows: Tensor) -> QuantizedWeight:
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=self.offsets[rows])
+
+    def dequantized(self) -> Tensor:
+        """Returns the weight in its type."""
+        num_inputs = self.shape[1]
+        scales, offsets = (
+            part.repeat_interleave(self.group_inputs, dim=1)[:, :num_inputs] for part in (self.scales, self.offsets)
+        )
+        return (self.codes.float() * scales + offsets).to(self.dtype)
+
+
+Weight = Tensor | QuantizedWeight
+
+
+def quantized(weight: Tensor, bits: int) -> QuantizedWeight:
+    """Rounds a weight `[outputs, inputs]` to the nearest integers, in groups of 128 inputs.
+
+    8 bits are symmetric around 0, 4 bits cover the range from the least to the largest weight of a group. Scales and
+    offsets have bfloat16's precision, so that `code · scale + offset` is exact in float32.
+    """
+    num_inputs = weight.shape[1]
+    groups = F.pad(weight.float(), (0, -num_inputs % GROUP_INPUTS)).unflatten(1, (-1, GROUP_INPUTS))
+    if bits == 8:
+        scales = _rounded_up(groups.abs().amax(dim=2) / 127)
+        offsets = torch.zeros_like(scales)
+        least, largest = -127, 127
+    else:
+        # 0 is in the range, because padding is 0 and must not widen it.
+        low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+        offsets = -_rounded_up(-low)
+        scales = _rounded_up((high - offsets) / 15)
+        least, largest = 0, 15
+    steps = scales.where(scales > 0, torch.ones_like(scales))[..., None]
+    codes = ((groups - offsets[..., None]) / steps).round().clamp(least, largest).to(torch.int8)
+    return QuantizedWeight(codes.flatten(1)[:, :num_inputs], scales, offsets, bits, GROUP_INPUTS, weight.dtype)
+
+
+def _rounded_up(values: Tensor) -> Tensor:
+    """Returns the next numbers of bfloat16 that are not below these, which are not negative."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def concatenated(weights: Sequence[Weight]) -> Weight:
+    """Returns the rows of all weights. All of them have the same form."""
+    first = weights[0]
+    if isinstance(first, Tensor):
+        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    parts = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        offsets=torch.cat([part.offsets for part in parts]),
+    )
+
+
+def padded(weight: Weight, num_rows: int = 0, num_inputs: int = 0) -> Weight:
+    """Returns a weight with so many more rows, which are 0, and inputs, which must be multiplied with 0."""
+    if isinstance(weight, Tensor):
+        return F.pad(weight, (0, num_inputs, 0, num_rows))
+    codes = F.pad(weight.codes, (0, num_inputs, 0, num_rows))
+    num_groups = -(-codes.shape[1] // weight.group_inputs) - weight.scales.shape[1]
+    scales, offsets = (F.pad(part, (0, num_groups, 0, num_rows)) for part in (weight.scales, weight.offsets))
+    return replace(weight, codes=codes, scales=scales, offsets=offsets)
+
+
+class QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """A linear layer with a quantized weight. It computes through PyTorch, slowly; the kernels take its place."""
+
+    def __init__(self, quantized_weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.quantized_weight = quantized_weight
+        self.bias = bias
+        self.out_features, self.in_features = quantized_weight.shape
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[outputs, inputs]` in its type, computed anew."""
+        return self.quantized_weight.dequantized()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns outputs `[..., outputs]` of inputs `[..., inputs]`."""
+        return F.linear(inputs, self.weight, self.bias)
+
+
+def weight_of(linear: torch.nn.Module) -> Weight:
+    """Returns the weight of a linear layer in the form in which it is stored."""
+    weight: Weight = linear.quantized_weight if isinstance(linear, QuantizedLinear) else linear.weight
+    return weight

@@ -1,0 +1,83 @@
+"""Models whose weights are rounded while they are loaded."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decoder_svc.runner.cpu import runner as cpu_runner
+from decoder_svc.runner.cpu.native_stack import NativeStack
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from lookonce.errors import ConfigurationError
+from lookonce.model.kernels.kernel_choice import PYTORCH, KernelChoice
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, quantized
+from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("library")
+
+
+def with_rounded_weights(folder: pathlib.Path, bits: int) -> None:
+    """Writes into a folder what the weights of the text model's linear layers become by rounding."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".layers." in name and "vision" not in name and "visual" not in name and tensor.ndim == 2:
+            tensors[name] = quantized(tensor, bits).dequantized()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def quantizing(runner: Any, bits: int) -> CPUModelRunner:
+    return CPUModelRunner(replace(runner.config, quantize_bits=bits), runner.family)
+
+
+# With a stack, and with our linear layers in transformers' modules.
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llava_clip", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: int, tmp_path: pathlib.Path) -> None:
+    whole_folder, rounded_folder = tmp_path / "whole", tmp_path / "rounded"
+    for folder in (whole_folder, rounded_folder):
+        folder.mkdir()
+
+    def build_rounded(folder: pathlib.Path) -> None:
+        FAMILIES[name].build(folder)
+        with_rounded_weights(folder, bits)
+
+    FAMILIES[name].build(whole_folder)
+    rounded_family: Any = SimpleNamespace(**{**vars(FAMILIES[name]), "build": build_rounded})
+    rounded = families.build(rounded_family, rounded_folder, 6).offline
+    whole = load(whole_folder, torch.float32)
+    runner = quantizing(whole, bits)
+    assert isinstance(text_model(runner), NativeStack) == (name != "gemma3")
+    found, _, _ = offline.run(replace(rounded, runner=runner), max_num_batched_tokens=300)
+    assert found == [question.expected for question in rounded.questions]
+    unrounded, _, _ = offline.run(replace(rounded, runner=whole), max_num_batched_tokens=300)
+    assert bits == 8 or unrounded != found, "else the weights were not rounded"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_with_experts_is_refused_by_name(bits: int, tmp_path: pathlib.Path) -> None:
+    FAMILIES["qwen3_vl_moe"].build(tmp_path)
+    whole = load(tmp_path, torch.float32)
+    with pytest.raises(ConfigurationError, match=r"quantize is not offered for models with experts \(layers.*experts"):
+        quantizing(whole, bits)
+
+
+def test_our_kernel_computes_quantized_layers_though_pytorch_is_faster_with_whole_ones(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAMILIES["llava_clip"].build(tmp_path)
+    whole = load(tmp_path, torch.bfloat16)
+    choice = KernelChoice("linear layers", PYTORCH, {PYTORCH: 1.0})
+    monkeypatch.setattr(cpu_runner, "choose_step_linear", lambda dtype: choice)
+    found = text_model(quantizing(whole, 8))
+    assert isinstance(found, NativeStack)
+    assert isinstance(text_model(whole), NativeStack)
+    assert not any(isinstance(module, QuantizedLinear) for module in found.modules())

@@ -1,0 +1,161 @@
+"""Weights as integers: how far they are from the weights, and what layers compute from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.model.kernels.linear_layers import replace_linears
+from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packed
+from lookonce.model.kernels.quantized_weight import (
+    GROUP_INPUTS,
+    QuantizedLinear,
+    QuantizedWeight,
+    concatenated,
+    padded,
+    quantized,
+)
+
+pytestmark = pytest.mark.usefixtures("library")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randn(num_outputs, 1, generator=generator).exp()
+    return (torch.randn(num_outputs, num_inputs, generator=generator) * sizes).to(dtype)
+
+
+def any_codes(num_outputs: int, num_inputs: int, bits: int, group: int, dtype: torch.dtype) -> QuantizedWeight:
+    """Codes, scales and offsets as a folder may have them."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(*((-128, 128) if bits == 8 else (0, 16)), (num_outputs, num_inputs), generator=generator)
+    scales, offsets = torch.randn(2, num_outputs, -(-num_inputs // group), generator=generator).bfloat16().float()
+    return QuantizedWeight(codes.to(torch.int8), scales, offsets, bits, group, dtype)
+
+
+@settings(max_examples=60)
+@given(
+    num_outputs=st.integers(1, 40),
+    num_inputs=st.integers(1, 300),
+    bits=st.sampled_from([4, 8]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_a_weight_is_off_by_half_a_step_at_most(num_outputs: int, num_inputs: int, bits: int, seed: int) -> None:
+    weight = random_weight(num_outputs, num_inputs, seed=seed)
+    found = quantized(weight, bits)
+    for start in range(0, num_inputs, GROUP_INPUTS):
+        group, rounded = weight[:, start : start + GROUP_INPUTS], found.dequantized()[:, start : start + GROUP_INPUTS]
+        low, high = group.amin(dim=1).clamp(max=0), group.amax(dim=1).clamp(min=0)
+        step = group.abs().amax(dim=1) / 127 if bits == 8 else (high - low) / 15
+        # Scales and offsets have eight binary digits.
+        assert ((rounded - group).abs().amax(dim=1) <= 0.5 * step * 1.02 + 1e-7).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_stay_zeros_and_large_weights_stay_large(bits: int) -> None:
+    weight = torch.zeros(3, 256)
+    weight[1] = -2.0
+    weight[2, 200] = 1e30
+    found = quantized(weight, bits).dequantized()
+    assert torch.equal(found[0], weight[0])
+    assert torch.equal(found[2, :128], weight[2, :128])
+    torch.testing.assert_close(found, weight, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128, 384])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_a_float32_layer_has_the_bits_of_one_with_whole_weights(bits: int, group: int, rows: int) -> None:
+    weight = any_codes(70, 302, bits, group, torch.float32)
+    bias, inputs = torch.randn(70), torch.randn(rows, 302)
+    layers = [NativeLinear(packed(one, bias), num_threads=2) for one in (weight, weight.dequantized())]
+    assert torch.equal(layers[0](inputs), layers[1](inputs))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128, 384])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_a_bfloat16_layer_is_closer_than_rounding_its_inputs_was(bits: int, group: int, rows: int) -> None:
+    weight = any_codes(70, 302, bits, group, torch.bfloat16)
+    inputs = torch.randn(rows, 302, generator=torch.Generator().manual_seed(2))
+    inputs[:, 17] *= 60
+    exact = torch.nn.functional.linear(inputs.bfloat16().double(), replace(weight, dtype=torch.float64).dequantized())
+    layer = NativeLinear(packed(weight), num_threads=2, output_dtype=torch.float32)
+    found = layer(inputs.bfloat16())
+    rounding = torch.nn.functional.linear(inputs.double(), weight.dequantized().double()) - exact
+    assert (found.double() - exact).norm() < 0.1 * rounding.norm()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_bit_equal_alone_and_in_a_batch(bits: int, dtype: torch.dtype) -> None:
+    layer = NativeLinear(packed(quantized(random_weight(96, 576, dtype), bits)), num_threads=2)
+    rows = torch.randn(300, 576).to(dtype)
+    together = layer(rows)
+    for index in (0, 95, 96, 299):
+        assert torch.equal(layer(rows[index : index + 1]), together[index : index + 1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_in_its_row_and_is_not_hidden(bits: int, number: float, dtype: torch.dtype) -> None:
+    layer = NativeLinear(packed(any_codes(40, 256, bits, 128, dtype)), num_threads=2)
+    rows = torch.randn(3, 256).to(dtype)
+    without = layer(rows)
+    rows[1, 130] = number
+    found = layer(rows)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], without[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_zeros_gives_the_bias_and_tiny_inputs_count(dtype: torch.dtype) -> None:
+    weight, bias = quantized(random_weight(40, 256, dtype), 8), torch.arange(40.0)
+    layer = NativeLinear(packed(weight, bias), num_threads=2, output_dtype=torch.float32)
+    rows = torch.zeros(2, 256, dtype=dtype)
+    rows[1] = 1e-30
+    assert torch.equal(layer(rows)[0], bias)
+    without_bias = NativeLinear(packed(weight), num_threads=2, output_dtype=torch.float32)(rows)[1]
+    wanted = replace(weight, dtype=torch.float64).dequantized() @ rows[1].double()
+    torch.testing.assert_close(without_bias.double(), wanted, rtol=1e-3, atol=1e-33)
+
+
+def test_rows_are_joined_selected_and_padded_as_those_of_whole_weights() -> None:
+    weights = [quantized(random_weight(rows, 200), 4) for rows in (16, 32)]
+    joined = concatenated(weights)
+    assert isinstance(joined, QuantizedWeight)
+    whole = torch.cat([weight.dequantized() for weight in weights])
+    assert torch.equal(joined.dequantized(), whole)
+    order = torch.randperm(48)
+    assert torch.equal(joined[order].dequantized(), whole[order])
+    wide = padded(joined, num_rows=5, num_inputs=100)
+    assert isinstance(wide, QuantizedWeight)
+    assert wide.shape == (53, 300)
+    found = wide.dequantized()
+    assert torch.equal(found[:48, :200], whole)
+    assert not found[48:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_layers_get_our_kernel(dtype: torch.dtype) -> None:
+    plain = QuantizedLinear(quantized(random_weight(40, 96, dtype), 8), torch.randn(40).to(dtype))
+    model = torch.nn.Sequential(plain)
+    assert replace_linears(model, lambda linear, activation: native_linear(linear, activation, num_threads=2)) == 1
+    assert isinstance(model[0], NativeLinear)
+    rows = torch.randn(3, 96).to(dtype)
+    wanted = plain(rows).float()
+    assert (model(rows).float() - wanted).norm() < 1e-2 * wanted.norm()
+    assert model[0].nbytes == 64 * 96 + 2 * 64 * 4
+
+
+def test_four_bits_take_an_eighth_of_float32() -> None:
+    weight = random_weight(64, 1024)
+    whole, small = packed(weight), packed(quantized(weight, 4))
+    assert small.nbytes == whole.nbytes // 8 + 2 * 64 * 8 * 4
