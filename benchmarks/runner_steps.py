@@ -76,8 +76,12 @@ class RunnerSteps:
         max_batch: int,
         max_tokens: int,
         adapters: Sequence[AdapterFolder] = (),
+        quantize_bits: int | None = None,
     ) -> None:
-        """`max_tokens` bounds a sequence's context and what is decoded. Our runner has the adapters."""
+        """`max_tokens` bounds a sequence's context and what is decoded.
+
+        Our runner has the adapters, and rounds weights to `quantize_bits`.
+        """
         self._dtype = dtype
         family = load_family(ModelFolder.open(folder), load_pretrained(folder))
         config = RunnerConfig(folder, dtype, _BLOCK_SIZE, None)
@@ -88,7 +92,8 @@ class RunnerSteps:
             # A step reads one row of the embedding table per token, unless the table is the head as well.
             if "embed_tokens" not in name or modules.model.config.get_text_config().tie_word_embeddings
         )
-        self.ours = CPUModelRunner(dataclasses.replace(config, adapters=tuple(adapters) or None), family)
+        own = dataclasses.replace(config, adapters=tuple(adapters) or None, quantize_bits=quantize_bits)
+        self.ours = CPUModelRunner(own, family)
         self._runners = {"modules": modules, "ours": self.ours}
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
         num_blocks = max_batch * self._blocks_each

@@ -98,7 +98,7 @@ class DecoderSettings(ServiceSettings):
         "none",
         description="Rounds the weights of the language model's linear layers while loading, in groups of 128 inputs, "
         "on CPUs: less memory, and faster answers where few requests run. int8 changes answers little, int4 "
-        "noticeably. The embedding table and the output head stay as they are.",
+        "noticeably. The output head gets 8 bits in either case; the embedding table stays as it is.",
     )
     engine: Literal["auto", "thread", "process"] = Field(
         "auto",

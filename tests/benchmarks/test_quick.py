@@ -208,3 +208,10 @@ def test_tenant_fairness(quick: Any) -> None:
             assert len(one[phase]["whole_s"]) == 3 * int(number)
             for first_s, whole_s in zip(one[phase]["first_s"], one[phase]["whole_s"], strict=True):
                 assert 0 < first_s <= whole_s
+
+
+def test_quantized_speed(quick: Any) -> None:
+    (cell,) = quick("quantized_speed")["cells"]
+    assert cell["batch"] == 3
+    assert set(cell["steps_s"]) == {"whole", "int8", "int4"}
+    assert cell["weight_bytes"]["int4"] < cell["weight_bytes"]["int8"] < cell["weight_bytes"]["whole"]

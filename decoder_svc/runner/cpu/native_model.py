@@ -23,6 +23,7 @@ from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.linear_layers import replace_linears
 from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packable, packed
 from lookonce.model.kernels.packed_embedding import replace_tied_embedding
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,11 @@ def install_kernels(
         num_replaced = replace_linears(getattr(model.model, name), make)
         logger.info("language model: transformers' modules, %d linear layers replaced by our kernel", num_replaced)
     head = model.lm_head
-    if type(head) is torch.nn.Linear and packable(head.weight):
+    if type(head) in (torch.nn.Linear, QuantizedLinear) and packable(weight_of(head)):
         # Logits stay in float32: rounding them could change which token is the largest.
-        weights = packed(head.weight, head.bias)
-        replace_tied_embedding(model, weights)
+        weights = packed(weight_of(head), head.bias)
+        if type(head) is torch.nn.Linear:
+            replace_tied_embedding(model, weights)
         model.lm_head = NativeLinear(weights, backend.num_threads, torch.float32)
     table = model.get_input_embeddings().weight
     # Matrices that were not copied, such as experts, stay in the mapped file: processes share its pages.

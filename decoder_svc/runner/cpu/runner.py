@@ -39,7 +39,7 @@ class CPUModelRunner(ModelRunnerBase):
         """Loads the language half and installs native kernels if the machine and the model allow it."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         if self.config.quantize_bits is not None:
-            quantize_linears(getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
+            quantize_linears(self.model, getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
         self.adapters = self._adapter_table()
         num_threads = torch.get_num_threads()
         self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)

@@ -25,6 +25,8 @@ class PackedEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untype
     def __init__(self, weights: PackedWeights) -> None:
         """`weights` are the head's, `[num_embeddings, embedding_dim]`. Raises NativeLibraryError."""
         super().__init__()
+        assert weights.panels is not None, "tokens are looked up in whole weights"
+        self._num_words = weights.panels.shape[1]
         self.num_embeddings, self.embedding_dim = weights.num_outputs, weights.num_inputs
         # Has no elements. transformers takes a model's element type and device from its parameters.
         self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=weights.dtype), requires_grad=False)
@@ -39,7 +41,7 @@ class PackedEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untype
             ctypes.byref(self._struct),
             ctypes.c_void_p(ids.data_ptr()),
             ctypes.c_int64(ids.numel()),
-            ctypes.c_int64(self._weights.panels.shape[1]),
+            ctypes.c_int64(self._num_words),
             ctypes.c_void_p(rows.data_ptr()),
         )
         return rows

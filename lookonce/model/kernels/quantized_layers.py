@@ -13,28 +13,34 @@ from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWe
 # Layers that choose experts are small, and a wrong choice costs more than a rounded weight.
 _ROUTERS = frozenset({"gate", "router"})
 
+# The head reads as much as several layers, and rounding it moves every logit.
+_HEAD_BITS = 8
+
 _log = get_logger(__name__)
 
 
-def quantize_linears(text_model: Any, bits: int) -> None:
-    """Replaces the linear layers of a text model in place by layers with weights of 4 or 8 bits, one by one.
+def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
+    """Replaces linear layers in place by layers with weights of 4 or 8 bits, one by one.
 
-    The embedding table, norms and the output head stay. Raises ConfigurationError for a model with merged experts.
+    These are the layers of the text model, and the head of `model`, which always gets 8 bits. The embedding table and
+    norms stay. Raises ConfigurationError for a model with merged experts.
     """
     experts = [name for name, parameter in text_model.named_parameters() if parameter.ndim > 2]
     if experts:
         raise ConfigurationError(f"quantize is not offered for models with experts ({experts[0]}); leave it out")
     found = [
-        (parent, name)
+        (parent, name, bits)
         for parent in text_model.modules()
         for name, child in parent.named_children()
         if type(child) is torch.nn.Linear and name not in _ROUTERS and child.in_features % 2 == 0
     ]
+    if type(model.lm_head) is torch.nn.Linear and model.lm_head.in_features % 2 == 0:
+        found.append((model, "lm_head", _HEAD_BITS))
     num_bytes_before = num_bytes = 0
     with torch.inference_mode():
-        for parent, name in found:
+        for parent, name, own_bits in found:
             linear = getattr(parent, name)
-            weight = quantized(linear.weight, bits)
+            weight = quantized(linear.weight, own_bits)
             bias = None if linear.bias is None else linear.bias.detach().clone()
             setattr(parent, name, QuantizedLinear(weight, bias))
             num_bytes_before += linear.weight.nbytes
@@ -46,4 +52,4 @@ def quantize_linears(text_model: Any, bits: int) -> None:
 
 
 def _kernel_bytes(weight: QuantizedWeight) -> int:
-    return weight.codes.numel() * weight.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes
+    return int(weight.codes.numel() * weight.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class QuantizedWeight:
         return (self.codes.float() * scales + offsets).to(self.dtype)
 
 
-Weight = Tensor | QuantizedWeight
+Weight: TypeAlias = Tensor | QuantizedWeight
 
 
 def quantized(weight: Tensor, bits: int) -> QuantizedWeight:

@@ -29,6 +29,8 @@ def with_rounded_weights(folder: pathlib.Path, bits: int) -> None:
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     for name, tensor in tensors.items():
+        if name.endswith("lm_head.weight"):
+            tensors[name] = quantized(tensor, 8).dequantized()
         if ".layers." in name and "vision" not in name and "visual" not in name and tensor.ndim == 2:
             tensors[name] = quantized(tensor, bits).dequantized()
     save_file(tensors, file, metadata={"format": "pt"})
