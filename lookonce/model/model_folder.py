@@ -55,7 +55,8 @@ class ModelFolder:
         _refuse_own_code(path)
         if "quantization_config" in config:
             raise ModelFolderError(
-                f"{path} holds quantized weights, which are not supported; use the unquantized model"
+                f"{path} holds quantized weights, which are not supported; use the unquantized model, whose weights a "
+                "decoder on CPUs rounds while loading with --quantize"
             )
         return cls(
             path=path,

@@ -9,31 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from decoder_svc.runner.cpu import runner as cpu_runner
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from lookonce.errors import ConfigurationError
 from lookonce.model.kernels.kernel_choice import PYTORCH, KernelChoice
-from lookonce.model.kernels.quantized_weight import QuantizedLinear, quantized
+from lookonce.model.kernels.quantized_weight import QuantizedLinear
+from tests.decoder_svc.rounded_weights import round_weights
 from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("library")
-
-
-def with_rounded_weights(folder: pathlib.Path, bits: int) -> None:
-    """Writes into a folder what the weights of the text model's linear layers become by rounding."""
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if name.endswith("lm_head.weight"):
-            tensors[name] = quantized(tensor, 8).dequantized()
-        if ".layers." in name and "vision" not in name and "visual" not in name and tensor.ndim == 2:
-            tensors[name] = quantized(tensor, bits).dequantized()
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def quantizing(runner: Any, bits: int) -> CPUModelRunner:
@@ -50,7 +38,7 @@ def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: 
 
     def build_rounded(folder: pathlib.Path) -> None:
         FAMILIES[name].build(folder)
-        with_rounded_weights(folder, bits)
+        round_weights(folder, bits)
 
     FAMILIES[name].build(whole_folder)
     rounded_family: Any = SimpleNamespace(**{**vars(FAMILIES[name]), "build": build_rounded})
