@@ -152,7 +152,7 @@ class StepProfiler:
         found = dict.fromkeys(_LINEARS, 0.0)
         for index, weights in enumerate(self._stack.weights()):
             num_operations = 2.0 * batch * weights.num_inputs * weights.num_outputs
-            found[_LINEARS[index % len(_LINEARS)]] += limits.seconds(weights.panels.nbytes, num_operations)
+            found[_LINEARS[index % len(_LINEARS)]] += limits.seconds(weights.nbytes, num_operations)
         # Scores and weighted values of all query heads.
         num_operations = 4.0 * batch * context * text.num_attention_heads * spec.head_dim * spec.num_layers
         found["attention"] = limits.seconds(batch * context * spec.block_bytes / spec.block_size, num_operations)

@@ -37,7 +37,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Outputs and inputs."""
+        """The numbers of outputs and of inputs."""
         return self.codes.shape
 
     def __getitem__(self, rows: Tensor) -> QuantizedWeight:
