@@ -141,6 +141,20 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Keeps from the garbage collector, after each file, what the file leaves: modules of models, and models to share.
+
+    A service that starts collects garbage twice. After the tests of a hundred tiny models, that took a quarter of a
+    decoder's start (CPU time, AMD EPYC, 2026-11-27).
+    """
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 @pytest.fixture(scope="session")
 def stack() -> Iterator[LocalStack]:
     """Redis, one encoder and two decoders with the demo model. Their logs begin with the modules that they import."""
