@@ -175,7 +175,33 @@ def warm_processes() -> Iterator[WarmProcesses]:
 
 
 @pytest.fixture(scope="session")
-def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    """`family_folder(name)` returns the model folder of a family of `tests/tiny_families`, with its first seed.
+
+    All parallel processes share it, so a test that changes files makes a copy. To build all families takes five seconds
+    of CPU.
+    """
+    from tests.tiny_families import FAMILIES
+
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "family folders"
+    shared.mkdir(exist_ok=True)
+
+    def folder(name: str) -> pathlib.Path:
+        path = shared / name
+        if not path.exists():
+            built = FAMILIES[name].build(tmp_path_factory.mktemp("built") / name)
+            # Another process may have been faster.
+            with contextlib.suppress(OSError):
+                built.rename(path)
+            assert path.exists()
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_family(family_folder: Callable[[str], pathlib.Path]) -> Callable[[str], Any]:
     """`tiny_family(name)` returns the `Conformance` of a family of `tests/tiny_families`, built once per process.
 
     Tests share its folder, questions and runner. A test that changes a runner makes one of its own.
@@ -184,8 +210,7 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
     from tests.parity import families
     from tests.tiny_families import FAMILIES
 
-    base = tmp_path_factory.mktemp("families")
-    return functools.cache(lambda name: families.build(FAMILIES[name], base / name))
+    return functools.cache(lambda name: families.build(FAMILIES[name], family_folder(name)))
 
 
 @pytest.fixture(scope="session")
