@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import jsonschema
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -24,6 +25,9 @@ from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, WholeAnswer, demo_grammars
 from tests.decoder_svc.constraint.test_answer_matcher import allowed
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
+
+# Tests share decoders, so they share an event loop, too.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 END = 2
 SCHEMA = {
@@ -57,13 +61,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS)
 async def decoder(request: pytest.FixtureRequest) -> AsyncIterator[RunningDecoder]:
     async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[request.param]) as decoder:
         yield decoder
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain() -> AsyncIterator[RunningDecoder]:
     async with running_decoder(DEMO_MODEL, dtype="float32") as decoder:
         yield decoder

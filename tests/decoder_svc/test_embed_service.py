@@ -9,12 +9,16 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
+
+# Tests share decoders, so they share an event loop, too.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["red", "What is in the picture? A green star, and nothing more than that, I am sure. " * 4]
 WAYS: dict[str, dict[str, Any]] = {
@@ -26,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 POOLINGS = [pb.POOLING_LAST, pb.POOLING_MEAN]
 
 
-@pytest.fixture(params=WAYS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS)
 async def decoder(request: pytest.FixtureRequest) -> AsyncIterator[RunningDecoder]:
     async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[request.param]) as decoder:
         yield decoder

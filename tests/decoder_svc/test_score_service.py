@@ -8,12 +8,16 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
+
+# Tests share decoders, so they share an event loop, too.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = [" red", "a green star in the centre", "?", "x" * 90]
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS)
 async def decoder(request: pytest.FixtureRequest) -> AsyncIterator[RunningDecoder]:
     async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[request.param]) as decoder:
         yield decoder

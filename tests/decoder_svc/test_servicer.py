@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import pathlib
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 import pytest
+import pytest_asyncio
 import torch
 
 from lookonce import errors, status_codes
@@ -26,6 +28,9 @@ from tests.decoder_svc.decoders import RunningDecoder, chat, params, reference, 
 from tests.decoder_svc.encoders import running_encoder
 from tests.rust_panic import GOOD_TEXT, PANICKING_TEXT, change_tokenizer, with_short_table
 
+# Most tests share two decoders, so they share an event loop, too.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|\.py\b|127\.0\.0\.1|/tmp|jinja|tokenizers")
 LIMITS: dict[str, Any] = {
     "max_images_per_prompt": 3,
@@ -34,10 +39,18 @@ LIMITS: dict[str, Any] = {
     "max_stop_strings": 2,
     "max_logprobs": 5,
 }
+DEFAULT_TIMEOUT_S = 0.3
+# Each test that counts encodes or reads their log lines needs pictures that the shared encoder has not seen.
+_new_seeds = itertools.count(1000)
 
 
 def png(seed: int, width: int = 80, height: int = 60) -> bytes:
     return image_files.encoded(image_files.noise(seed, width, height))
+
+
+def new_png() -> bytes:
+    """A picture that no other test shows."""
+    return png(next(_new_seeds))
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +58,33 @@ def folder(model_folder: Callable[[str], pathlib.Path]) -> pathlib.Path:
     return model_folder("llava_clip")
 
 
-@pytest.fixture
-async def decoder(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
-    """A decoder with its encoder, without a shared cache."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_decoder(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
     async with (
         running_encoder(folder) as target,
         running_decoder(folder, target, **LIMITS) as decoder,
     ):
         yield decoder
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def decoder(shared_decoder: RunningDecoder) -> AsyncIterator[RunningDecoder]:
+    """A decoder with its encoder, without a shared cache. No test leaves a request in it."""
+    yield shared_decoder
+    await until_idle(shared_decoder)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_narrow(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
+    async with running_decoder(folder, default_timeout_s=DEFAULT_TIMEOUT_S, max_num_seqs=1) as decoder:
+        yield decoder
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def narrow(shared_narrow: RunningDecoder) -> AsyncIterator[RunningDecoder]:
+    """A decoder for one request at a time, with a short default deadline. No test leaves a request in it."""
+    yield shared_narrow
+    await until_idle(shared_narrow)
 
 
 async def generate(decoder: RunningDecoder, request: pb.GenerateParams, **options: Any) -> pb.GenerateResponse:
@@ -134,13 +166,15 @@ async def test_the_stream_gives_the_same_answer_as_generate(decoder: RunningDeco
 
 
 async def test_usage_counts_rows_by_their_source(decoder: RunningDecoder) -> None:
-    request = params(source(png(2)), "what", max_tokens=2, ignore_eos=True)
+    def num_encoded() -> float:
+        return decoder.registry.get_sample_value("lookonce_decoder_image_rows_total", {"tier": "encoded"}) or 0.0
+
+    request, before = params(source(new_png()), "what", max_tokens=2, ignore_eos=True), num_encoded()
     first, second = await generate(decoder, request), await generate(decoder, request)
     assert (first.usage.image_tokens, first.usage.encoded_image_tokens) == (16, 16)
     assert (second.usage.image_tokens, second.usage.encoded_image_tokens) == (16, 0)
     assert first.choices[0].text == second.choices[0].text
-    value = decoder.registry.get_sample_value("lookonce_decoder_image_rows_total", {"tier": "encoded"})
-    assert value == 16
+    assert num_encoded() - before == 16
 
 
 async def test_a_stop_string_ends_the_answer_and_does_not_show(decoder: RunningDecoder) -> None:
@@ -186,7 +220,7 @@ async def test_a_max_tokens_that_is_not_stated_ends_with_the_context(folder: pat
 
 
 async def test_a_digest_is_refused_until_the_image_was_sent_once(decoder: RunningDecoder) -> None:
-    known, unknown = png(3), png(4)
+    known, unknown = new_png(), new_png()
     answer = await generate(decoder, params(source(known), "what", max_tokens=4))
     by_digest = await generate(decoder, params(reference(image_digest(known)), "what", max_tokens=4))
     assert by_digest.choices[0].text == answer.choices[0].text
@@ -339,28 +373,26 @@ async def endless_without_a_deadline(decoder: RunningDecoder, is_streamed: bool)
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_call_without_a_deadline_ends_at_the_default_and_frees_the_engine(
-    folder: pathlib.Path, is_streamed: bool
+    narrow: RunningDecoder, is_streamed: bool
 ) -> None:
-    async with running_decoder(folder, default_timeout_s=0.3) as decoder:
-        error = await failure(endless_without_a_deadline(decoder, is_streamed))
-        assert isinstance(error, errors.DeadlineError)
-        assert "0.3 s, the server's default" in error.message
-        load = await until_idle(decoder)
-        assert load.kv_cache_usage == 0
-        assert decoder.service.engine.load().live_requests == 0
+    error = await failure(endless_without_a_deadline(narrow, is_streamed))
+    assert isinstance(error, errors.DeadlineError)
+    assert f"{DEFAULT_TIMEOUT_S} s, the server's default" in error.message
+    load = await until_idle(narrow)
+    assert load.kv_cache_usage == 0
+    assert narrow.service.engine.load().live_requests == 0
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_call_without_a_deadline_that_waits_for_its_turn_ends_at_the_default(
-    folder: pathlib.Path, is_streamed: bool
+    narrow: RunningDecoder, is_streamed: bool
 ) -> None:
-    async with running_decoder(folder, default_timeout_s=0.3, max_num_seqs=1) as decoder:
-        first = decoder.stub.GenerateStream(endless(), timeout=60)
-        await begun(first)
-        error = await failure(endless_without_a_deadline(decoder, is_streamed))
-        assert isinstance(error, errors.DeadlineError)
-        first.cancel()
-        await until_idle(decoder)
+    first = narrow.stub.GenerateStream(endless(), timeout=60)
+    await begun(first)
+    error = await failure(endless_without_a_deadline(narrow, is_streamed))
+    assert isinstance(error, errors.DeadlineError)
+    first.cancel()
+    await until_idle(narrow)
 
 
 async def test_a_call_s_own_deadline_counts_instead_of_the_default(folder: pathlib.Path) -> None:
@@ -406,27 +438,27 @@ async def test_an_id_is_taken_while_its_request_lives_and_free_afterwards(decode
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_abort_of_a_request_that_waits_is_its_answer(folder: pathlib.Path, is_streamed: bool) -> None:
-    async with running_decoder(folder, max_num_seqs=1) as decoder:
-        first = decoder.stub.GenerateStream(endless("first"), timeout=60)
-        await begun(first)
-        waiting = endless("second")
-        answer: asyncio.Task[Any] = asyncio.create_task(
-            rest(decoder.stub.GenerateStream(waiting, timeout=60)) if is_streamed else generate(decoder, waiting.params)
-        )
-        async with asyncio.timeout(30):
-            while not (await decoder.stub.GetLoad(pb.GetLoadRequest())).waiting_requests:
-                await asyncio.sleep(0.01)
-        await decoder.stub.AbortRequest(pb.AbortRequestRequest(request_id="second"))
-        found = await answer
-        if is_streamed:
-            assert [event.WhichOneof("event") for event in found] == ["started", "finished"]
-            assert found[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
-        else:
-            assert found.choices[0].finish_reason == pb.FINISH_REASON_ABORT
-            assert not found.choices[0].token_ids
-        await decoder.stub.AbortRequest(pb.AbortRequestRequest(request_id="first"))
-        assert (await rest(first))[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
+async def test_abort_of_a_request_that_waits_is_its_answer(narrow: RunningDecoder, is_streamed: bool) -> None:
+    first = narrow.stub.GenerateStream(endless("first"), timeout=60)
+    await begun(first)
+    waiting = endless("second")
+    answer: asyncio.Task[Any] = asyncio.create_task(
+        rest(narrow.stub.GenerateStream(waiting, timeout=60)) if is_streamed else generate(narrow, waiting.params)
+    )
+    async with asyncio.timeout(30):
+        while not (await narrow.stub.GetLoad(pb.GetLoadRequest())).waiting_requests:
+            await asyncio.sleep(0.01)
+    await narrow.stub.AbortRequest(pb.AbortRequestRequest(request_id="second"))
+    found = await answer
+    if is_streamed:
+        assert [event.WhichOneof("event") for event in found] == ["started", "finished"]
+        assert found[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
+    else:
+        assert found.choices[0].finish_reason == pb.FINISH_REASON_ABORT
+        assert not found.choices[0].token_ids
+    await narrow.stub.AbortRequest(pb.AbortRequestRequest(request_id="first"))
+    assert (await rest(first))[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
+    await until_idle(narrow)
 
 
 MANY: dict[str, tuple[pb.GenerateParams, type[errors.LookonceError], str]] = {
@@ -548,7 +580,7 @@ async def test_a_request_has_one_id_in_answer_and_logs_of_both_services(
     metadata: tuple[tuple[str, str], ...],
     expected: str | None,
 ) -> None:
-    request = params(source(png(1)), "what", max_tokens=2)
+    request = params(source(new_png()), "what", max_tokens=2)
     request.request_id = chosen
     call: Any = (
         decoder.stub.GenerateStream(pb.GenerateStreamRequest(params=request), timeout=60, metadata=metadata)

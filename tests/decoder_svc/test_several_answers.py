@@ -10,14 +10,16 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import pytest_asyncio
 
-from decoder_svc.answer.choices import combined
-from decoder_svc.scheduling.request_output import RequestUsage
 from lookonce import errors
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder, source
 from tests.decoder_svc.encoders import running_encoder
 from tests.decoder_svc.test_servicer import failure, generate, png, streamed, until_idle, with_fields
+
+# Tests share decoders, so they share an event loop, too.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SAMPLING: dict[str, Any] = {"temperature": 1.5, "seed": 40, "max_tokens": 24, "logprobs": 2}
 # Settings under which the answers are computed in other ways: few places, small chunks, drafts.
@@ -35,8 +37,8 @@ def folder(model_folder: Callable[[str], pathlib.Path]) -> pathlib.Path:
     return model_folder("llava_clip")
 
 
-@pytest.fixture(params=WAYS)
-async def decoder(folder: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[RunningDecoder]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS)
+async def shared_decoder(folder: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[RunningDecoder]:
     async with (
         running_encoder(folder) as target,
         running_decoder(folder, target, dtype="float32", **WAYS[request.param]) as decoder,
@@ -44,8 +46,15 @@ async def decoder(folder: pathlib.Path, request: pytest.FixtureRequest) -> Async
         yield decoder
 
 
-@pytest.fixture
-async def plain(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def decoder(shared_decoder: RunningDecoder) -> AsyncIterator[RunningDecoder]:
+    """A decoder with each of `WAYS` in turn. No test leaves a request in it."""
+    yield shared_decoder
+    await until_idle(shared_decoder)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_plain(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
     async with (
         running_encoder(folder) as target,
         running_decoder(folder, target, dtype="float32", max_num_seqs=4, max_waiting_requests=4) as decoder,
@@ -53,8 +62,16 @@ async def plain(folder: pathlib.Path) -> AsyncIterator[RunningDecoder]:
         yield decoder
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def plain(shared_plain: RunningDecoder) -> AsyncIterator[RunningDecoder]:
+    """A decoder for four answers at a time, and as many that wait. No test leaves a request in it."""
+    yield shared_plain
+    await until_idle(shared_plain)
+
+
 async def test_each_answer_is_the_one_of_its_seed(decoder: RunningDecoder) -> None:
-    picture = source(png(1))
+    # No other test shows this picture.
+    picture = source(png(100))
     several = await generate(decoder, params(picture, "what is it", n=4, **SAMPLING))
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert len({choice.text for choice in several.choices}) > 1
@@ -183,19 +200,6 @@ async def test_many_requests_with_several_answers_are_all_answered(decoder: Runn
     assert [len(answer.choices) for answer in answers] == [1 + index % 4 for index in range(12)]
     assert all(choice.finish_reason for answer in answers for choice in answer.choices)
     await until_idle(decoder)
-
-
-def test_the_prompt_counts_once_and_answers_add_up() -> None:
-    first = RequestUsage(50, 16, 20, 5, 0, 15, completion_tokens=4, queue_time_s=0.2, time_to_first_token_s=0.5)
-    second = RequestUsage(50, 48, 20, 0, 5, 15, completion_tokens=6, queue_time_s=0.3, time_to_first_token_s=0.4)
-    waiting = RequestUsage()
-    found = combined([waiting, second, first])
-    assert (found.prompt_tokens, found.cached_prompt_tokens, found.completion_tokens) == (50, 16, 10)
-    # The encode that the second one counts was for the rows that the first one waited for.
-    assert (found.encoded_image_tokens, found.cached_image_tokens, found.skipped_image_tokens) == (5, 0, 15)
-    assert (found.queue_time_s, found.time_to_first_token_s) == (0.2, 0.4)
-    assert combined([first]) is first
-    assert combined([waiting, waiting]) == waiting
 
 
 def mean_logprob(choice: pb.Choice) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -12,11 +11,15 @@ import grpc
 import grpc.aio
 import jsonschema
 import pytest
+import pytest_asyncio
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
 from tests.tool_models import TEMPLATES, tool_folder, with_reasoning
+
+# Tests share decoders, so they share an event loop, too.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "find": {
@@ -47,15 +50,19 @@ TOKENS = {"<|picture|>": "<tool_call>", "<|system|>": "</tool_call>"}
 Start = Callable[..., Any]
 
 
-@pytest.fixture
-async def start(tmp_path: pathlib.Path) -> AsyncIterator[Start]:
-    """Starts a decoder of a model that writes calls in a form."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def start(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Start]:
+    """Returns the decoder of a model that writes calls in a form. Tests of the same model share it."""
     async with AsyncExitStack() as stack:
+        running: dict[tuple[str, bool, bool], RunningDecoder] = {}
 
-        async def started(form: str, names: dict[str, str] | None = None, *, reasons: bool = False) -> RunningDecoder:
-            template = with_reasoning(TEMPLATES[form]) if reasons else TEMPLATES[form]
-            folder = tool_folder(tmp_path / form, template, names)
-            return await stack.enter_async_context(running_decoder(folder, dtype="float32"))
+        async def started(form: str, *, has_tokens: bool = False, reasons: bool = False) -> RunningDecoder:
+            kind = form, has_tokens, reasons
+            if kind not in running:
+                template = with_reasoning(TEMPLATES[form]) if reasons else TEMPLATES[form]
+                folder = tool_folder(tmp_path_factory.mktemp("tools") / form, template, TOKENS if has_tokens else None)
+                running[kind] = await stack.enter_async_context(running_decoder(folder, dtype="float32"))
+            return running[kind]
 
         yield started
 
@@ -122,7 +129,7 @@ async def test_forced_calls_conform(start: Start, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["hermes", "glm", "qwen_xml"])
 async def test_marks_that_are_tokens_stand_in_forced_calls(start: Start, form: str) -> None:
-    decoder = await start(form, TOKENS)
+    decoder = await start(form, has_tokens=True)
     choice = await answer(decoder, asked(pb.TOOL_MODE_NAMED, seed=1))
     check(choice)
     assert {4, 5} <= set(choice.token_ids)
@@ -139,7 +146,7 @@ async def test_a_free_answer_is_text(start: Start, form: str) -> None:
 
 async def test_a_strict_function_leaves_the_choice_and_binds_its_arguments(start: Start) -> None:
     """A free answer begins as it would without functions to force; a bias towards the mark makes it a call."""
-    decoder = await start("hermes", TOKENS)
+    decoder = await start("hermes", has_tokens=True)
     params = asked(pb.TOOL_MODE_AUTO, temperature=0.0, max_tokens=300)
     params.chat.tools[0].strict = True
     free = await answer(decoder, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,9 +44,8 @@ SAMPLED = [(NAMES[0], name) for name in SAMPLINGS] + [
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], families.Conformance]:
-    base = tmp_path_factory.mktemp("families")
-    return functools.cache(lambda name: families.build(FAMILIES[name], base / name, num_prompts=15))
+def built(family_folder: Callable[[str], pathlib.Path]) -> Callable[[str], families.Conformance]:
+    return functools.cache(lambda name: families.build(FAMILIES[name], family_folder(name), num_prompts=15))
 
 
 @pytest.fixture(scope="module", params=NAMES)

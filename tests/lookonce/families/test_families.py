@@ -29,29 +29,20 @@ SIZES += [(_draw.randint(1, 400), _draw.randint(1, 400)) for _ in range(12)]
 Folders = Callable[[str], pathlib.Path]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    base = tmp_path_factory.mktemp("families")
-
-    def folder(name: str) -> pathlib.Path:
-        path: pathlib.Path = base / name
-        return path if path.exists() else FAMILIES[name].build(path)
-
-    return folder
-
-
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> ModuleType:
     return FAMILIES[request.param]
 
 
-def test_every_family_has_a_tiny_model(folders: Folders) -> None:
-    assert {ModelFolder.open(folders(name)).model_type for name in FAMILIES} == set(DATA)
+def test_every_family_has_a_tiny_model(family_folder: Folders) -> None:
+    assert {ModelFolder.open(family_folder(name)).model_type for name in FAMILIES} == set(DATA)
     assert all(model_type == data.model_type for model_type, data in DATA.items())
 
 
-def test_row_counts_from_sizes_are_right_and_none_exceeds_the_largest(family: ModuleType, folders: Folders) -> None:
-    folder = ModelFolder.open(folders(family.NAME))
+def test_row_counts_from_sizes_are_right_and_none_exceeds_the_largest(
+    family: ModuleType, family_folder: Folders
+) -> None:
+    folder = ModelFolder.open(family_folder(family.NAME))
     model, adapter = FamilyModel.load(folder), VisionAdapter.load(folder)
     vision = load_vision_half(folder.path, torch.float32)
     counts = set()
@@ -70,8 +61,8 @@ def test_row_counts_from_sizes_are_right_and_none_exceeds_the_largest(family: Mo
     assert counts, "every size was refused"
 
 
-def test_images_of_one_pass_have_the_rows_that_each_has_alone(family: ModuleType, folders: Folders) -> None:
-    folder = ModelFolder.open(folders(family.NAME))
+def test_images_of_one_pass_have_the_rows_that_each_has_alone(family: ModuleType, family_folder: Folders) -> None:
+    folder = ModelFolder.open(family_folder(family.NAME))
     adapter, vision = VisionAdapter.load(folder), load_vision_half(folder.path, torch.float32)
     images = [tiny_models.random_image(seed, 112, 112) for seed in range(3)]
     with torch.inference_mode():
@@ -84,8 +75,8 @@ def test_images_of_one_pass_have_the_rows_that_each_has_alone(family: ModuleType
     assert not torch.allclose(alone[0], alone[1], atol=1e-2)
 
 
-def test_options_of_other_families_are_refused(family: ModuleType, folders: Folders) -> None:
-    model = FamilyModel.load(ModelFolder.open(folders(family.NAME)))
+def test_options_of_other_families_are_refused(family: ModuleType, family_folder: Folders) -> None:
+    model = FamilyModel.load(ModelFolder.open(family_folder(family.NAME)))
     fewest = getattr(model.source.processor.size, "shortest_edge", None) or 1
     for options, is_known in (
         (ProcessorOptions(max_pixels=fewest), model.data.has_max_pixels),
@@ -99,8 +90,8 @@ def test_options_of_other_families_are_refused(family: ModuleType, folders: Fold
 
 
 @pytest.mark.parametrize("name", ["glm4v", "paddleocr_vl", "qwen2_vl", "qwen3_vl"])
-def test_max_pixels_bounds_the_pixels_of_an_image(name: str, folders: Folders) -> None:
-    adapter = VisionAdapter.load(ModelFolder.open(folders(name)))
+def test_max_pixels_bounds_the_pixels_of_an_image(name: str, family_folder: Folders) -> None:
+    adapter = VisionAdapter.load(ModelFolder.open(family_folder(name)))
     processor, image = adapter.processor, tiny_models.random_image(0, 1000, 1000)
     row_pixels = (processor.patch_size * processor.merge_size) ** 2
     largest = adapter.pixel_inputs(image, NO_OPTIONS).num_rows
@@ -111,9 +102,9 @@ def test_max_pixels_bounds_the_pixels_of_an_image(name: str, folders: Folders) -
         adapter.check_options(ProcessorOptions(max_pixels=2 * largest * row_pixels))
 
 
-def test_a_grid_that_is_not_scaled_down_counts_as_the_largest(folders: Folders, tmp_path: pathlib.Path) -> None:
+def test_a_grid_that_is_not_scaled_down_counts_as_the_largest(family_folder: Folders, tmp_path: pathlib.Path) -> None:
     """LLaVA-OneVision with the published canvases: 1200 × 1000 pixels give more rows than any full canvas."""
-    model = FamilyModel.load(ModelFolder.open(folders("llava_onevision")))
+    model = FamilyModel.load(ModelFolder.open(family_folder("llava_onevision")))
     source = model.source
     source.config.vision_config.image_size, source.config.vision_config.patch_size = 384, 14
     source.config.vision_aspect_ratio = "anyres_max_9"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -22,9 +23,8 @@ DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 
 @pytest.fixture(scope="module")
-def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder: pathlib.Path = FAMILIES["qwen3_vl"].build(tmp_path_factory.mktemp("families") / "qwen3_vl")
-    return folder
+def qwen3_vl(family_folder: Callable[[str], pathlib.Path]) -> pathlib.Path:
+    return family_folder("qwen3_vl")
 
 
 def found(path: pathlib.Path, dtype: Dtype, row_dtype: RowDtype | None) -> EncoderFingerprint:
@@ -35,8 +35,8 @@ def found(path: pathlib.Path, dtype: Dtype, row_dtype: RowDtype | None) -> Encod
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_it_is_the_encoder_s(name: str, tmp_path: pathlib.Path) -> None:
-    folder = FAMILIES[name].build(tmp_path / name)
+def test_it_is_the_encoder_s(name: str, family_folder: Callable[[str], pathlib.Path]) -> None:
+    folder = family_folder(name)
     assert found(folder, "bfloat16", None) == VisionModel.load(VisionConfig(folder, "cpu", "bfloat16")).fingerprint
 
 

@@ -49,22 +49,9 @@ class Loaded:
     vision: Any
 
 
-@pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """Returns the folder of a tiny model by name; builds it once."""
-    built: dict[str, pathlib.Path] = {}
-
-    def folder(name: str) -> pathlib.Path:
-        if name not in built:
-            built[name] = FAMILIES[name].build(tmp_path_factory.mktemp("halves") / name)
-        return built[name]
-
-    return folder
-
-
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def loaded(request: pytest.FixtureRequest, build: Callable[[str], pathlib.Path]) -> Loaded:
-    folder = build(request.param)
+def loaded(request: pytest.FixtureRequest, family_folder: Callable[[str], pathlib.Path]) -> Loaded:
+    folder = family_folder(request.param)
     text = load_half(Half.TEXT, folder, torch.float32)
     vision = load_half(Half.VISION, folder, torch.float32)
     return Loaded(request.param, folder, tiny_models.load_model(folder), text, vision)
@@ -231,9 +218,9 @@ def published(name: str, rules: Mapping[str, str]) -> str:
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @pytest.mark.parametrize("is_old", [True, False], ids=["published layout", "names of parameters"])
 def test_names_of_published_files_give_the_same_halves(
-    build: Callable[[str], pathlib.Path], name: str, is_old: bool, tmp_path: pathlib.Path
+    family_folder: Callable[[str], pathlib.Path], name: str, is_old: bool, tmp_path: pathlib.Path
 ) -> None:
-    folder = build(name)
+    folder = family_folder(name)
     whole = parameters(tiny_models.load_model(folder))
     # Since transformers 4.52 many files use the parameter names.
     rules = LAYOUTS[name] if is_old else {}
@@ -264,10 +251,10 @@ def test_the_old_names_are_those_of_llava_and_qwen2_vl() -> None:
 
 
 def test_buffers_that_old_versions_saved_are_accepted(
-    build: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+    family_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     old = changed_folder(
-        build("llava_clip"),
+        family_folder("llava_clip"),
         tmp_path / "old",
         lambda contents: contents | {name: torch.zeros(8) for name in _OLD_BUFFERS},
     )
@@ -286,7 +273,7 @@ each_half = pytest.mark.parametrize("half", list(Half), ids=lambda half: half.va
 
 @each_half
 def test_a_missing_tensor_is_refused_by_name(
-    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+    family_folder: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
 ) -> None:
     saved, name = VICTIMS[half]
 
@@ -294,7 +281,7 @@ def test_a_missing_tensor_is_refused_by_name(
         del contents[saved]
         return contents
 
-    broken = changed_folder(build("qwen2_vl"), tmp_path / "broken", without_one)
+    broken = changed_folder(family_folder("qwen2_vl"), tmp_path / "broken", without_one)
     with pytest.raises(ModelFolderError, match=rf"the {half.value} weights .* 1 missing \({re.escape(name)}"):
         load_half(half, broken)
     load_half(OTHER[half], broken)
@@ -302,11 +289,11 @@ def test_a_missing_tensor_is_refused_by_name(
 
 @each_half
 def test_a_tensor_of_another_shape_is_refused_by_name(
-    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+    family_folder: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
 ) -> None:
     saved, name = VICTIMS[half]
     broken = changed_folder(
-        build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: contents[saved][:-1]}
+        family_folder("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: contents[saved][:-1]}
     )
     with pytest.raises(ModelFolderError, match=rf"the {half.value} weights .* 1 mismatched .*{re.escape(name)}"):
         load_half(half, broken)
@@ -315,12 +302,12 @@ def test_a_tensor_of_another_shape_is_refused_by_name(
 
 @each_half
 def test_an_unexpected_tensor_is_refused_by_name(
-    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+    family_folder: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
 ) -> None:
     """The file has one layer more than the configuration, as if it belonged to another model."""
     saved, name = (each.replace("1.", "9.").replace("0.", "9.") for each in VICTIMS[half])
     broken = changed_folder(
-        build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: torch.zeros(2, 2)}
+        family_folder("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: torch.zeros(2, 2)}
     )
     with pytest.raises(ModelFolderError, match=rf"the {half.value} weights .* 1 unexpected \({re.escape(name)}"):
         load_half(half, broken)
@@ -329,10 +316,10 @@ def test_an_unexpected_tensor_is_refused_by_name(
 
 @each_half
 def test_a_tensor_of_neither_half_is_refused_by_both(
-    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+    family_folder: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
 ) -> None:
     broken = changed_folder(
-        build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {"audio.weight": torch.zeros(2)}
+        family_folder("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {"audio.weight": torch.zeros(2)}
     )
     with pytest.raises(ModelFolderError, match=r"1 unexpected \(audio\.weight"):
         load_half(half, broken)
@@ -353,11 +340,11 @@ def test_a_configuration_of_another_width_is_refused(loaded: Loaded, tmp_path: p
 
 @pytest.mark.parametrize("half", list(Half))
 def test_a_panic_while_weights_are_read_is_an_error_of_the_folder(
-    build: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch, half: Half
+    family_folder: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch, half: Half
 ) -> None:
     def from_pretrained(*_: object, **__: object) -> None:
         raise panic()
 
     monkeypatch.setattr(half_model, "half_class", lambda *_: SimpleNamespace(from_pretrained=from_pretrained))
     with pytest.raises(ModelFolderError, match=r"the weights of .* cannot be read; download"):
-        load_half(half, build("llava_clip"), torch.float32)
+        load_half(half, family_folder("llava_clip"), torch.float32)

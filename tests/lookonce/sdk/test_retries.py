@@ -42,6 +42,12 @@ async def system() -> AsyncIterator[System]:
         yield started
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that no server advises are short, for tests of what follows them."""
+    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
+
+
 async def generated(target: str, **options: Any) -> str:
     async with lookonce.AsyncClient.connect(target, **options) as client:
         return (await client.generate("one two")).text
@@ -75,6 +81,7 @@ def num_calls(system: System) -> int:
     return system.knowledge.count("Generate") + system.knowledge.count("GenerateStream")
 
 
+@pytest.mark.usefixtures("short_pauses")
 @every_call
 @pytest.mark.parametrize("error", [UnavailableError(REFUSED), OverloadedError("full", retry_after_s=0.01)])
 async def test_a_call_that_was_refused_twice_is_answered(system: System, call: Any, error: LookonceError) -> None:
@@ -84,6 +91,7 @@ async def test_a_call_that_was_refused_twice_is_answered(system: System, call: A
     assert len({request_id for _, request_id, _ in system.knowledge.calls}) == 1, "one request, one id"
 
 
+@pytest.mark.usefixtures("short_pauses")
 @every_call
 @pytest.mark.parametrize("max_retries", [0, 1, 2, 4])
 async def test_the_last_refusal_is_raised(system: System, call: Any, max_retries: int) -> None:
@@ -102,18 +110,20 @@ async def test_other_errors_are_final(system: System, call: Any, error: Lookonce
     assert num_calls(system) == 1
 
 
+@pytest.mark.usefixtures("short_pauses")
 @every_call
 async def test_the_id_of_an_attempt_that_lost_its_connection_may_still_be_in_use(system: System, call: Any) -> None:
     system.decoder.failures = [UnavailableError("reset"), InvalidParameterError("request_id", "is being served")]
     assert await call(system.decoder_target) == "one two +0"
 
 
+@pytest.mark.usefixtures("short_pauses")
 @every_call
 async def test_a_pause_that_the_server_advises_is_kept(system: System, call: Any) -> None:
-    system.decoder.failures = [OverloadedError("full", retry_after_s=0.5)]
+    system.decoder.failures = [OverloadedError("full", retry_after_s=0.25)]
     began_s = time.monotonic()
     assert await call(system.decoder_target) == "one two +0"
-    assert time.monotonic() - began_s >= 0.5
+    assert time.monotonic() - began_s >= 0.25
 
 
 @every_call
@@ -135,6 +145,7 @@ async def test_a_stream_is_not_repeated_once_its_text_was_seen(system: System, c
     assert num_calls(system) == 1
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_the_bytes_of_an_image_follow_also_after_a_refusal(system: System) -> None:
     image = ImageRef.from_bytes(b"x" * 100_000)
     async with lookonce.AsyncClient.connect(system.decoder_target) as client:
@@ -146,6 +157,7 @@ async def test_the_bytes_of_an_image_follow_also_after_a_refusal(system: System)
     assert len(system.knowledge.uploads) == 2
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_calls_of_the_encoder_are_repeated(system: System) -> None:
     system.encoder.failures = [UnavailableError(REFUSED)] * 2
     async with lookonce.AsyncClient.connect(system.decoder_target, system.encoder_target) as client:
@@ -190,12 +202,16 @@ async def test_a_client_waits_for_its_server_to_come_back() -> None:
             assert await asyncio.gather(*waiting) == ["one +0", "two +0", "three +0"]
 
 
-@pytest.mark.parametrize("call", [generated, streamed_sync])
-async def test_a_deadline_that_passes_names_the_failure_before(system: System, call: Any) -> None:
-    system.decoder.failures = [UnavailableError("the first one was refused")]
-    system.decoder.delay_s = 300.0
-    with pytest.raises(DeadlineError, match="the first one was refused"):
-        await call(system.decoder_target, timeout_s=5)
+async def test_a_deadline_that_passes_names_the_failure_before() -> None:
+    async def check(call: Any) -> None:
+        async with running_system() as system:
+            system.decoder.failures = [UnavailableError("the first one was refused")]
+            system.decoder.delay_s = 300.0
+            with pytest.raises(DeadlineError, match="the first one was refused"):
+                await call(system.decoder_target, timeout_s=5)
+
+    # At the same time, because both wait for their deadlines.
+    await asyncio.gather(check(generated), check(streamed_sync))
 
 
 async def test_a_pause_ends_with_the_client(system: System) -> None:
@@ -214,12 +230,12 @@ async def test_a_pause_ends_with_the_client(system: System) -> None:
 
 
 @pytest.mark.parametrize("error", [UnavailableError(REFUSED), InternalError("broken"), OverloadedError("full")])
+@pytest.mark.usefixtures("short_pauses")
 @every_call
 async def test_a_failed_call_leaves_no_cycle_that_keeps_its_images(
-    system: System, call: Any, error: LookonceError, monkeypatch: pytest.MonkeyPatch
+    system: System, call: Any, error: LookonceError
 ) -> None:
     """The error, with its traceback, the frames and so the request, would stay until the next garbage collection."""
-    monkeypatch.setattr(retries, "_MAX_PAUSE_S", 0.01)
     error.retry_after_s = 0.01
     system.decoder.failures = [error] * 3
     gc.collect()
