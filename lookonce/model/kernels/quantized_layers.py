@@ -25,7 +25,7 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
     These are the layers of the text model, and the head of `model`, which always gets 8 bits. The embedding table and
     norms stay. Raises ConfigurationError for a model with merged experts.
     """
-    experts = [name for name, parameter in text_model.named_parameters() if parameter.ndim > 2]
+    experts = [name for name, parameter in text_model.named_parameters() if "experts" in name and parameter.ndim > 2]
     if experts:
         raise ConfigurationError(f"quantize is not offered for models with experts ({experts[0]}); leave it out")
     found = [
