@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -209,6 +210,9 @@ async def test_embeddings_are_what_the_test_says() -> None:
             assert (await client.embed("a", normalize=False)).embedding == (3.0, 4.0)
             with pytest.raises(OverloadedError):
                 await client.embed("bad")
+
+
+def test_an_embedding_of_zeros_has_no_length() -> None:
     with FakeServer(embedding=[0.0]) as server, lookonce.Client.connect(server.target) as client:
         assert client.embed("a").embedding == (0.0,)
 
@@ -252,11 +256,12 @@ def test_adapters_are_served_while_they_are_loaded() -> None:
     ):
         assert [client.generate("what", adapter=name).text for name in (None, "forms")] == ["base", "forms"]
         assert "".join(client.stream("what", adapter="forms")) == "forms"
-        for call in (
+        calls: list[Callable[[], object]] = [
             lambda: client.generate("what", adapter="bills"),
             lambda: client.score("what", ["yes"], adapter="bills"),
             lambda: client.embed("what", adapter="bills"),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(InvalidParameterError, match="'bills' is not served; this server has forms") as caught:
                 call()
             assert caught.value.field == "adapter"
@@ -264,7 +269,8 @@ def test_adapters_are_served_while_they_are_loaded() -> None:
         assert client.generate("what", adapter="bills").text == "bills"
         assert admin.unload_adapter("forms") == ["bills"]
         assert client.model_info(fresh=True).adapters == ("bills",)
-        for change in (lambda: admin.unload_adapter("forms"), lambda: admin.load_adapter("")):
+        changes: list[Callable[[], object]] = [lambda: admin.unload_adapter("forms"), lambda: admin.load_adapter("")]
+        for change in changes:
             with pytest.raises(InvalidParameterError) as caught:
                 change()
             assert caught.value.field == "name"
