@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from decoder_svc.settings import DecoderSettings
 from lookonce import AsyncClient
@@ -134,3 +135,27 @@ async def test_decoders_with_different_adapters_are_one_fleet(tmp_path: pathlib.
         await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="three"))
         # The gateway still remembers the name, and no decoder has it.
         assert await chat(gateway, "three") == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_an_echo_that_computes_nothing_needs_its_adapter_too(
+    tmp_path: pathlib.Path, logprobs: int | None
+) -> None:
+    lora_folder(tmp_path / "one", DEMO_MODEL, seed=0)
+    settings: dict[str, Any] = {"dtype": "float32", "adapters": f"one={tmp_path / 'one'}", "adapters_folder": tmp_path}
+    settings["admin_listen"] = "127.0.0.1:0"
+    async with (
+        running_decoder(DEMO_MODEL, **settings) as decoder,
+        served(SERVED, decoder.service.entry()) as target,
+        served(SERVED, decoder.service.admin_entry()) as admin_target,
+        grpc.aio.insecure_channel(admin_target) as channel,
+        running_gateway(target) as gateway,
+    ):
+        body = json.dumps({"model": "one", "prompt": [5], "echo": True, "max_tokens": 0, "logprobs": logprobs}).encode()
+        assert (await gateway.post("/v1/completions", body))[0] == 200
+        await DecoderAdminServiceStub(channel).UnloadAdapter(pb.UnloadAdapterRequest(name="one"))
+        # The gateway still remembers the name.
+        status, text = await gateway.post("/v1/completions", body)
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "'one'" in error["message"]
