@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from decoder_svc.adapter_metrics import AdapterMetrics
 from decoder_svc.admin_servicer import ADMIN_SERVICE_NAME, DecoderAdminServicer
 from decoder_svc.assembly import DeviceChoice, build_engine, choose_device
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
@@ -252,6 +253,7 @@ async def open_service(
             ),
             threads=threads,
             adapters=adapters,
+            adapter_metrics=AdapterMetrics(registry, lambda: adapters.names),
             default_timeout_s=settings.default_timeout_s or None,
         )
         search = None

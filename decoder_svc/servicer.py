@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from decoder_svc import wire_request, wire_response
+from decoder_svc.adapter_metrics import AdapterMetrics
 from decoder_svc.answer.choices import Choices, generating_choices
 from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions
@@ -87,6 +88,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         gate: RequestGate,
         threads: PreparationThreads,
         adapters: ServedAdapters,
+        adapter_metrics: AdapterMetrics,
         default_timeout_s: float | None = None,
     ) -> None:
         """`encoder` None: text only. Detokenize runs in `threads`.
@@ -96,6 +98,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         """
         self._model = model
         self._adapters = adapters
+        self._adapter_metrics = adapter_metrics
         self._engine = engine
         self._preparer = preparer
         self._tokenizer = tokenizer
@@ -328,6 +331,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 bypass=scope.bypass or task.bypasses_prefix_cache,
             )
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope, tenant.tag)
+            adapter = params.adapter
             # The prompt has copies of the images.
             del params
             ticket.held.enter_context(self._gate.images_in_progress(identity, num_inline_bytes(spec)))
@@ -343,6 +347,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                     yield ticket, answers
                 finally:
                     self._gate.account(ticket, answers.usage)
+                    self._adapter_metrics.observe(adapter, answers.usage)
             # A call that failed or was cancelled does not get here: its time says little about complete answers.
             for one in answers.submitted:
                 if one.served_s is not None:

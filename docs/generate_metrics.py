@@ -13,6 +13,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
+from decoder_svc.adapter_metrics import AdapterMetrics
 from decoder_svc.engine.core import EngineFacts
 from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.metrics import DecoderMetrics
@@ -82,6 +83,7 @@ def service_metrics(service: Service) -> list[MetricRow]:
         FetchMetrics(registry)
         facts = EngineFacts(EngineLimits(1, 1, 1, 1, 1, 1, 1, 1), "none", 0)
         DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), facts)
+        AdapterMetrics(registry, lambda: ())
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
     try:
         registry.register(StoreCollector(store, service))

@@ -113,11 +113,15 @@ def renamed(error: LookonceError, names: Mapping[str, str]) -> LookonceError:
     `names` has the caller's name by that of the decoder, without `sampling.`: of fields (`max_tokens`), of places in
     them (`chat.messages[3]`), and of what may follow those (`.arguments`).
     """
-    field = error.metadata.get("field") or error.message.partition(": ")[0]
+    shown = error.metadata.get("field") or error.message.partition(": ")[0]
+    # The SDK shows the names of its arguments.
+    field = error.contract_field or shown
+    if error.contract_field:
+        shown = error.message.partition(": ")[0]
     if not _CONTRACT_FIELD.fullmatch(field):
         return error
     own = _own_name(field.removeprefix("sampling."), names)
-    changed = LookonceError(f"{own}: {error.message.removeprefix(f'{field}: ')}", metadata={"field": own})
+    changed = LookonceError(f"{own}: {error.message.removeprefix(f'{shown}: ')}", metadata={"field": own})
     changed.code, changed.reason, changed.retry_after_s = error.code, error.reason, error.retry_after_s
     return changed
 

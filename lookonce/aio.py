@@ -149,7 +149,7 @@ class AsyncClient:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
-                        attempt = self._connection.placed("Generate", affinity)
+                        attempt = self._connection.placed("Generate", affinity, prepared.adapter)
                         return generation_of(await self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         await self._supply(prepared, error, deadline, turn)
@@ -181,7 +181,8 @@ class AsyncClient:
             self._calls.check_open()
             affinity = prepared.affinity
             return self._connection.generate_stream(
-                affinity if attempts.is_first else None,
+                affinity if attempts.is_first or prepared.adapter else None,
+                prepared.adapter,
                 decoder_pb2.GenerateStreamRequest(params=prepared.params()),
                 deadline,
                 metadata=with_affinity(metadata, affinity),
@@ -222,7 +223,7 @@ class AsyncClient:
                 while True:
                     request = prepared.score_request(continuations, logprobs)
                     try:
-                        attempt = self._connection.placed("Score", affinity)
+                        attempt = self._connection.placed("Score", affinity, prepared.adapter)
                         response = await self._calls.unary(attempt, request, deadline, metadata)
                         return scoring_of(response, len(continuations))
                     except EmbeddingNotCachedError as error:
@@ -252,7 +253,7 @@ class AsyncClient:
                 while True:
                     request = prepared.embed_request(pooling, normalize=normalize)
                     try:
-                        attempt = self._connection.placed("Embed", affinity)
+                        attempt = self._connection.placed("Embed", affinity, prepared.adapter)
                         return embedding_of(await self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         await self._supply(prepared, error, deadline, turn)
@@ -329,12 +330,21 @@ class AsyncClient:
             )
 
     async def model_info(self, *, fresh: bool = False, timeout_s: float | None = None) -> ModelInfo:
-        """Returns the decoder's model and limits; later calls return the first answer, unless it is to be `fresh`."""
+        """Returns the decoder's model and limits; later calls return the first answer, unless it is to be `fresh`.
+
+        Its adapters are those of all replicas behind the target, if the client knows them.
+        """
         deadline = self._options.deadline(timeout_s)
         if fresh:
-            self._connection.info = None
+            self._connection.info = self._connection.joined_info = None
         with tracing.calling("client.model_info"):
-            return await self._model_info(deadline)
+            info = await self._model_info(deadline)
+            joined = self._connection.joined_info
+            if joined is None:
+                metadata = self._options.metadata()
+                joined = await self._connection.with_all_adapters(info, deadline, metadata)
+                self._connection.joined_info = joined
+            return joined
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running `generate` or `stream` of the caller's tenant; its answer has the finish reason `abort`.

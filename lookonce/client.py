@@ -164,7 +164,7 @@ class Client:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
-                        attempt = self._connection.placed("Generate", affinity, deadline)
+                        attempt = self._connection.placed("Generate", affinity, prepared.adapter, deadline)
                         return generation_of(self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         self._supply(prepared, error, deadline, turn)
@@ -190,7 +190,8 @@ class Client:
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
             return self._calls.started(
                 lambda: self._connection.generate_stream(
-                    affinity if attempts.is_first else None,
+                    affinity if attempts.is_first or prepared.adapter else None,
+                    prepared.adapter,
                     request,
                     deadline,
                     metadata=metadata,
@@ -231,7 +232,7 @@ class Client:
                 while True:
                     request = prepared.score_request(continuations, logprobs)
                     try:
-                        attempt = self._connection.placed("Score", affinity, deadline)
+                        attempt = self._connection.placed("Score", affinity, prepared.adapter, deadline)
                         response = self._calls.unary(attempt, request, deadline, metadata)
                         return scoring_of(response, len(continuations))
                     except EmbeddingNotCachedError as error:
@@ -260,7 +261,7 @@ class Client:
                 while True:
                     request = prepared.embed_request(pooling, normalize=normalize)
                     try:
-                        attempt = self._connection.placed("Embed", affinity, deadline)
+                        attempt = self._connection.placed("Embed", affinity, prepared.adapter, deadline)
                         return embedding_of(self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         self._supply(prepared, error, deadline, turn)
@@ -333,12 +334,21 @@ class Client:
             return load_of(self._calls.unary(self._connection.decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline))
 
     def model_info(self, *, fresh: bool = False, timeout_s: float | None = None) -> ModelInfo:
-        """Returns the decoder's model and limits; later calls return the first answer, unless it is to be `fresh`."""
+        """Returns the decoder's model and limits; later calls return the first answer, unless it is to be `fresh`.
+
+        Its adapters are those of all replicas behind the target, if the client knows them.
+        """
         deadline = self._options.deadline(timeout_s)
         if fresh:
-            self._connection.info = None
+            self._connection.info = self._connection.joined_info = None
         with tracing.calling("client.model_info"):
-            return self._model_info(deadline)
+            info = self._model_info(deadline)
+            joined = self._connection.joined_info
+            if joined is None:
+                metadata = self._options.metadata()
+                joined = self._connection.with_all_adapters(info, deadline, metadata)
+                self._connection.joined_info = joined
+            return joined
 
     def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running `generate` or `stream` of the caller's tenant; its answer has the finish reason `abort`.

@@ -51,6 +51,8 @@ class LookonceError(Exception):
     request_id: str | None = None
     # Whether the message is another program's text, such as gRPC's: it may show addresses.
     text_is_foreign: bool = False
+    # Path of the wrong field in the gRPC contract, where the message has the name of the SDK's argument; else empty.
+    contract_field: str = ""
     # Pause before the next try that the server advises, seconds; None: it advises none.
     retry_after_s: float | None = None
 

@@ -38,6 +38,34 @@ DECODER = Board(
             ),
         ),
         (
+            "LoRA adapters",
+            (
+                Graph(
+                    "Loaded adapters",
+                    "LoRA adapters that requests may name, of each decoder.",
+                    "none",
+                    (Query(total("lookonce_decoder_adapters"), "{{instance}}"),),
+                ),
+                Graph(
+                    "Requests by adapter",
+                    "Requests that ended, per second, by the adapter that they named.",
+                    "ops",
+                    (Query(rate("lookonce_decoder_adapter_requests_total", "adapter"), "{{adapter}}"),),
+                ),
+                Graph(
+                    "Tokens by adapter",
+                    "Generated tokens and prompt tokens per second, by adapter.",
+                    "ops",
+                    (
+                        Query(
+                            rate("lookonce_decoder_adapter_generated_tokens_total", "adapter"), "{{adapter}}, generated"
+                        ),
+                        Query(rate("lookonce_decoder_adapter_prompt_tokens_total", "adapter"), "{{adapter}}, prompt"),
+                    ),
+                ),
+            ),
+        ),
+        (
             "Engine",
             (
                 Graph(

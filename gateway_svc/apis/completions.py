@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.echo import ToldPrompt, told_prompt
+from gateway_svc.apis.echo import ToldPrompt, check_adapter, told_prompt
 from gateway_svc.apis.logprobs import completion_logprobs
 from gateway_svc.apis.parsing.content import MAX_CHARACTERS, RemoteImage
 from gateway_svc.apis.parsing.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
@@ -133,6 +133,9 @@ class CompletionRequest:
         adapter = ask.options.get("adapter")
         prompts = [await told_prompt(context, prompt, self.num_top, adapter) for prompt in self.prompts]
         if self.options["max_tokens"] == 0:
+            if adapter is not None and not any(prompt.is_computed for prompt in prompts):
+                # No call has named it, and the gateway's list of adapters may be old.
+                await check_adapter(context.client, adapter, context.timeout_s)
             choices = [_choice(index, prompts[index // self.num_each], None) for index in range(ask.num_answers)]
             return {**_head(context), "choices": choices, "usage": chat_usage([each.usage for each in prompts], 1)}
         generations = await whole_answers(context.client, ask, context.request_id, context.timeout_s)

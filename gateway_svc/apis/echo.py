@@ -8,6 +8,8 @@ from typing import Any
 
 from gateway_svc.apis.api import Context
 from gateway_svc.apis.logprobs import completion_logprobs
+from lookonce import AsyncClient
+from lookonce.errors import InvalidParameterError
 from lookonce.generation import TextPrompt, TokenPrompt, Usage
 
 # Alternatives for a token whose number nobody has given: a program compares it with the likeliest one.
@@ -22,6 +24,8 @@ class ToldPrompt:
     # The lists of the older form; None: not asked for.
     logprobs: dict[str, list[Any]] | None
     usage: Usage
+    # Whether the model has computed it: it computes nothing for a single token, nor without log-probabilities.
+    is_computed: bool
 
     def followed_by(self, text: str, logprobs: Mapping[str, list[Any]] | None) -> ToldPrompt:
         """Returns the prompt with an answer behind it."""
@@ -45,7 +49,7 @@ async def told_prompt(
     text = prompt if isinstance(prompt, str) else await client.detokenize(token_ids, timeout_s=timeout_s)
     usage = Usage(len(token_ids), 0, 0, 0, 0, 0, 0, queue_time_s=0.0, time_to_first_token_s=0.0)
     if num_top is None:
-        return ToldPrompt(text, None, usage)
+        return ToldPrompt(text, None, usage, is_computed=False)
     (first,) = await context.token_texts(token_ids[:1])
     logprobs: dict[str, list[Any]] = {
         "tokens": [first],
@@ -65,4 +69,11 @@ async def told_prompt(
         start = len(first) if text.startswith(first) else 0
         rest = await completion_logprobs(score.logprobs, text[start:], start, context.token_texts)
         logprobs = {name: [*values, *rest[name]] for name, values in logprobs.items()}
-    return ToldPrompt(text, logprobs, usage)
+    return ToldPrompt(text, logprobs, usage, is_computed=len(token_ids) > 1)
+
+
+async def check_adapter(client: AsyncClient, adapter: str, timeout_s: float) -> None:
+    """Raises InvalidParameterError for an adapter that no decoder serves any more. Asks the decoders."""
+    info = await client.model_info(fresh=True, timeout_s=timeout_s)
+    if adapter not in info.adapters:
+        raise InvalidParameterError("adapter", f"{adapter[:64]!r} is not served")

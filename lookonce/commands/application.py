@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from lookonce.commands import adapters, cache, encode, machine, top
 from lookonce.commands.asking import chat, generate
+from lookonce.commands.asking.sampling import with_flag
 from lookonce.commands.bench import command
 from lookonce.commands.output import complain, err, harmless
 from lookonce.commands.running import config, serve, up
@@ -67,7 +68,7 @@ def run() -> Never:
     try:
         app()
     except LookonceError as error:
-        complain(error.message)
+        complain(with_flag(error))
         raise SystemExit(_status_of(error)) from None
     except OSError as error:
         complain(f"{error.filename or 'stdout'}: {error.strerror or error}")

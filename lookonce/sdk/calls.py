@@ -15,6 +15,7 @@ from lookonce import tracing
 from lookonce.errors import AbortedError, DeadlineError, LookonceError
 from lookonce.identity import REQUEST_ID_KEY
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
+from lookonce.sdk.field_names import in_arguments
 from lookonce.sdk.replies import error_of, parsed
 from lookonce.sdk.retries import Attempts, Retries
 from lookonce.status_codes import from_rpc_error
@@ -53,10 +54,10 @@ class _Calls(Generic[EventT]):
 
     @staticmethod
     def with_id(error: LookonceError, metadata: tracing.Metadata) -> LookonceError:
-        """Gives an error the id of its call if no server has answered with one."""
+        """Gives an error the id of its call if no server has answered with one, and the name of a wrong argument."""
         if error.request_id is None:
             error.request_id = dict(metadata).get(REQUEST_ID_KEY)
-        return error
+        return in_arguments(error)
 
     def check_open(self) -> None:
         """Raises AbortedError if the client is closed."""

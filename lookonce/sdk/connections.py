@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.decoder_info import ModelInfo
@@ -18,9 +22,15 @@ from lookonce.errors import LookonceError, UnsupportedError
 from lookonce.sdk.calls import AsyncCalls, SyncCalls, closed_error
 from lookonce.sdk.connection.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options
 from lookonce.sdk.connection.lazy_channel import LazyChannel
-from lookonce.sdk.routing.place import AsyncPlacedStream, PlacedStream, is_unsent, load_of
+from lookonce.sdk.decoder_facts import model_info_of
+from lookonce.sdk.routing.place import load_of
+from lookonce.sdk.routing.placed_streams import AsyncPlacedStream, PlacedStream
 from lookonce.sdk.routing.replicas import AsyncReplicas, SyncReplicas
+from lookonce.sdk.routing.search import Search
 from lookonce.sdk.uploads import Uploads
+
+# A replica that does not describe itself within so many seconds is left out.
+_DESCRIPTION_S = 3.0
 
 
 class OpenStream(Protocol):
@@ -47,8 +57,9 @@ class SyncConnection:
         self.decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self.decoder_channel)
         self._replicas = SyncReplicas(decoder_target, options)
         self._encoder_channel: grpc.Channel | None = None
-        # The decoder's first answer.
+        # The decoder's first answer, and the same with the adapters of all replicas.
         self.info: ModelInfo | None = None
+        self.joined_info: ModelInfo | None = None
         self.uploads = Uploads()
 
     @property
@@ -62,50 +73,71 @@ class SyncConnection:
             if target is not None:
                 options.check_token_is_safe(target)
 
-    def placed(self, method: str, affinity: bytes, deadline: Deadline) -> Callable[..., Any]:
+    def placed(self, method: str, affinity: bytes, adapter: str, deadline: Deadline) -> Callable[..., Any]:
         """Returns a function that makes the attempts of one call of a method of the decoder.
 
-        The first attempt goes to the replica for this content, later ones to any. Waits a moment if the client has just
-        begun to connect.
+        The first attempt goes to the replica for this content, later ones to any. With an adapter, all go to a replica
+        that has it. Waits a moment if the client has just begun to connect.
         """
         self._replicas.open(deadline)
         is_first = True
 
         def attempt(request: Any, **options: Any) -> Any:
             nonlocal is_first
-            place = self._replicas.place(affinity) if is_first else None
+            search = Search(self._replicas, affinity, adapter)
+            place = search.first() if is_first or adapter else None
             is_first = False
-            if place is None:
-                return getattr(self.decoder, method)(request, **options)
-            try:
-                response = getattr(place.stub, method)(request, **options)
-            except BaseException as error:
-                place.failed(error)
-                if not is_unsent(error):
-                    raise
-            else:
-                place.answered(load_of(response))
-                return response
-            return getattr(self.decoder, method)(request, **options)
+            while True:
+                stub = self.decoder if place is None else place.stub
+                try:
+                    response = getattr(stub, method)(request, **options)
+                except BaseException as error:
+                    following = search.after(place, error)
+                    if following is None and not search.may_go_anywhere(place, error):
+                        raise
+                    place = following
+                else:
+                    search.answered(place)
+                    if place is not None:
+                        place.answered(load_of(response))
+                    return response
 
         return attempt
 
     def generate_stream(
         self,
         affinity: bytes | None,
+        adapter: str,
         request: decoder_pb2.GenerateStreamRequest,
         deadline: Deadline,
         **options: Any,
     ) -> Any:
-        """Begins a call at the replica for this content, at any one for None. Waits as `generate`."""
+        """Begins a call at the replica for this content, at any one for None. Waits as `placed`."""
 
         def start(stub: Any) -> Any:
             return stub.GenerateStream(request, timeout=deadline.remaining_s(), **options)
 
-        if affinity is not None:
-            self._replicas.open(deadline)
-        place = None if affinity is None else self._replicas.place(affinity)
-        return start(self.decoder) if place is None else PlacedStream(place, start, self.decoder)
+        if affinity is None:
+            return start(self.decoder)
+        self._replicas.open(deadline)
+        return PlacedStream(Search(self._replicas, affinity, adapter), start, self.decoder)
+
+    def with_all_adapters(self, info: ModelInfo, deadline: Deadline, metadata: tracing.Metadata) -> ModelInfo:
+        """Returns a replica's description with the adapters of all replicas of its model."""
+        self._replicas.open(deadline)
+        serving, others = self._replicas.described()
+        request, timeout_s = decoder_pb2.GetModelInfoRequest(), _description_s(deadline)
+        asked = {
+            address: replica.stub.GetModelInfo.future(request, timeout=timeout_s, metadata=metadata)
+            for address, replica in serving.items()
+        }
+        found: list[ModelInfo] = []
+        for address, call in asked.items():
+            # The others tell what is served.
+            with contextlib.suppress(grpc.RpcError):
+                found.append(model_info_of(call.result()))
+                self._replicas.adapters.replace(address, found[-1].adapters)
+        return _joined(info, found, others)
 
     def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceStub:
         """Returns the encoder's stub. `announced_target` is the decoder's, for clients that were given none.
@@ -156,8 +188,9 @@ class AsyncConnection:
         self._decoder_stub: decoder_grpc.DecoderServiceAsyncStub | None = None
         self._replicas = AsyncReplicas(decoder_target, options)
         self._encoder_channel: LazyChannel | None = None
-        # The decoder's first answer.
+        # The decoder's first answer, and the same with the adapters of all replicas.
         self.info: ModelInfo | None = None
+        self.joined_info: ModelInfo | None = None
         self.uploads = Uploads()
 
     @property
@@ -191,35 +224,36 @@ class AsyncConnection:
         _ = self.decoder_channel
         await self._replicas.open(deadline)
 
-    def placed(self, method: str, affinity: bytes) -> Callable[..., Awaitable[Any]]:
-        """Returns a function that makes the attempts of one call of a method of the decoder.
-
-        The first attempt goes to the replica for this content, later ones to any.
-        """
+    def placed(self, method: str, affinity: bytes, adapter: str) -> Callable[..., Awaitable[Any]]:
+        """Returns a function that makes the attempts of one call, as that of SyncConnection. Waits for nothing."""
         is_first = True
 
         async def attempt(request: Any, **options: Any) -> Any:
             nonlocal is_first
-            place = self._replicas.place(affinity) if is_first else None
+            search = Search(self._replicas, affinity, adapter)
+            place = search.first() if is_first or adapter else None
             is_first = False
-            if place is None:
-                return await getattr(self.decoder, method)(request, **options)
-            try:
-                response = await getattr(place.stub, method)(request, **options)
-            except BaseException as error:
-                place.failed(error)
-                if not is_unsent(error):
-                    raise
-            else:
-                place.answered(load_of(response))
-                return response
-            return await getattr(self.decoder, method)(request, **options)
+            while True:
+                stub = self.decoder if place is None else place.stub
+                try:
+                    response = await getattr(stub, method)(request, **options)
+                except BaseException as error:
+                    following = search.after(place, error)
+                    if following is None and not search.may_go_anywhere(place, error):
+                        raise
+                    place = following
+                else:
+                    search.answered(place)
+                    if place is not None:
+                        place.answered(load_of(response))
+                    return response
 
         return attempt
 
     def generate_stream(
         self,
         affinity: bytes | None,
+        adapter: str,
         request: decoder_pb2.GenerateStreamRequest,
         deadline: Deadline,
         **options: Any,
@@ -229,8 +263,28 @@ class AsyncConnection:
         def start(stub: Any) -> Any:
             return stub.GenerateStream(request, timeout=deadline.remaining_s(), **options)
 
-        place = None if affinity is None else self._replicas.place(affinity)
-        return start(self.decoder) if place is None else AsyncPlacedStream(place, start, self.decoder)
+        if affinity is None:
+            return start(self.decoder)
+        return AsyncPlacedStream(Search(self._replicas, affinity, adapter), start, self.decoder)
+
+    async def with_all_adapters(self, info: ModelInfo, deadline: Deadline, metadata: tracing.Metadata) -> ModelInfo:
+        """Returns a replica's description with the adapters of all replicas of its model."""
+        await self._replicas.open(deadline)
+        serving, others = self._replicas.described()
+        request, timeout_s = decoder_pb2.GetModelInfoRequest(), _description_s(deadline)
+        found: list[ModelInfo] = []
+
+        async def ask(address: str, stub: decoder_grpc.DecoderServiceAsyncStub) -> None:
+            # The others tell what is served.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                response = await stub.GetModelInfo(request, timeout=timeout_s, metadata=metadata)
+                # None cannot be parsed.
+                if response is not None:
+                    found.append(model_info_of(response))
+                    self._replicas.adapters.replace(address, found[-1].adapters)
+
+        await asyncio.gather(*(ask(address, replica.stub) for address, replica in serving.items()))
+        return _joined(info, found, others)
 
     def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceAsyncStub:
         """Returns the encoder's stub. Arguments and errors are those of `SyncConnection.encoder`."""
@@ -278,3 +332,14 @@ def _target_of_encoder(given: str | None, announced: str) -> str:
     if not (target := given or announced):
         raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
     return target
+
+
+def _description_s(deadline: Deadline) -> float:
+    remaining_s = deadline.remaining_s()
+    return _DESCRIPTION_S if remaining_s is None else min(_DESCRIPTION_S, remaining_s)
+
+
+def _joined(info: ModelInfo, found: Iterable[ModelInfo], others: Collection[str]) -> ModelInfo:
+    """Adds the adapters of other replicas to a description. While a fleet changes, some have another model."""
+    adapters = {name for one in (info, *found) if one.model == info.model for name in one.adapters}
+    return replace(info, adapters=tuple(sorted(adapters.union(others))))

@@ -82,6 +82,12 @@ class PreparedPrompt:
         digest = _images_of(self._visuals[0])[0].digest if self._visuals else None
         return affinity_of(digest, _first_texts(self._content))
 
+    @property
+    def adapter(self) -> str:
+        """Name of the LoRA adapter; empty: the base model."""
+        adapter = self._options.get("adapter", "")
+        return adapter if isinstance(adapter, str) else ""
+
     def params(self) -> decoder_pb2.GenerateParams:
         """Returns the request with the bytes of the images that are to be sent."""
         params = decoder_pb2.GenerateParams(sampling=_sampling(self._options))

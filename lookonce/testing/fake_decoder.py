@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
@@ -10,7 +10,9 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.errors import LookonceError
 from lookonce.generation import Message
 from lookonce.testing.endings import abort, not_offered
-from lookonce.testing.fake_request import FakeRequest
+from lookonce.testing.fake_adapters import FakeAdapters
+from lookonce.testing.fake_numbers import FakeNumbers
+from lookonce.testing.fake_request import FakeRequest, Method
 from lookonce.testing.known_images import KnownImages
 
 Answer: TypeAlias = "str | Message | Callable[[FakeRequest], str | Message]"
@@ -23,9 +25,19 @@ An answer is a text, or a message with a text, calls of functions and reasoning.
 class FakeDecoder(decoder_grpc.DecoderServiceServicer):
     """Answers as a test says, in words as tokens."""
 
-    def __init__(self, answer: Answer, images: KnownImages, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        images: KnownImages,
+        max_message_bytes: int,
+        adapters: FakeAdapters | None = None,
+        numbers: FakeNumbers | None = None,
+    ) -> None:
+        """`adapters` None: none are served; `numbers` None: those of a FakeServer by default."""
         self._answer = answer
         self._images = images
+        self._adapters = adapters or FakeAdapters(())
+        self._numbers = numbers or FakeNumbers(None, None)
         self._max_message_bytes = max_message_bytes
         # Address of the encoder, which this decoder announces.
         self.target = ""
@@ -81,16 +93,28 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
             max_images_per_prompt=1 << 10,
             tool_format="fake",
             template_arguments=["enable_thinking"],
+            adapters=self._adapters.names,
         )
 
     def GetLoad(self, request: decoder_pb2.GetLoadRequest, context: Any) -> decoder_pb2.GetLoadResponse:
         return decoder_pb2.GetLoadResponse()
 
     def Score(self, request: decoder_pb2.ScoreRequest, context: Any) -> decoder_pb2.ScoreResponse:
-        abort(context, not_offered())
+        try:
+            received, usage = self._received(request.params, context, "score", request.continuations)
+            scores = self._numbers.scores(received, keeps_logprobs=request.HasField("logprobs"))
+        except LookonceError as error:
+            abort(context, error)
+        usage.completion_tokens = sum(len(score.token_ids) for score in scores)
+        return decoder_pb2.ScoreResponse(request_id=received.request_id, scores=scores, usage=usage)
 
     def Embed(self, request: decoder_pb2.EmbedRequest, context: Any) -> decoder_pb2.EmbedResponse:
-        abort(context, not_offered())
+        try:
+            received, usage = self._received(request.params, context, "embed")
+            values = self._numbers.embedding(received, keeps_length=request.keep_length)
+        except LookonceError as error:
+            abort(context, error)
+        return decoder_pb2.EmbedResponse(request_id=received.request_id, embedding=values, usage=usage)
 
     def Tokenize(self, request: decoder_pb2.TokenizeRequest, context: Any) -> decoder_pb2.TokenizeResponse:
         abort(context, not_offered())
@@ -106,26 +130,36 @@ class FakeDecoder(decoder_grpc.DecoderServiceServicer):
         self, params: decoder_pb2.GenerateParams, context: Any
     ) -> tuple[FakeRequest, list[Message], decoder_pb2.Usage]:
         """Returns a request with its answers. Raises what the test or a real server would raise."""
-        received = FakeRequest.of(params, dict(context.invocation_metadata()))
+        received, usage = self._received(params, context, "generate")
+        answers = [self._answer_to(received) for _ in range(max(1, params.sampling.n))]
+        usage.completion_tokens = sum(len(_text_of(answer).split()) for answer in answers)
+        return received, answers, usage
+
+    def _received(
+        self,
+        params: decoder_pb2.GenerateParams,
+        context: Any,
+        method: Method,
+        continuations: Iterable[decoder_pb2.Continuation] = (),
+    ) -> tuple[FakeRequest, decoder_pb2.Usage]:
+        """Returns a request with its prompt's usage. Raises as `_answered`."""
+        received = FakeRequest.of(params, dict(context.invocation_metadata()), method, continuations)
         self.requests.append(received)
         if self.failures:
             raise self.failures.pop(0)
         if params.sampling.WhichOneof("constraint") is not None:
             raise not_offered()
+        self._adapters.check(received.adapter)
         num_new = self._images.shown(received.images)
-        num_answers = max(1, params.sampling.n)
-        answers = [self._answer_to(received) for _ in range(num_answers)]
         num_rows = self._images.rows_per_image * len(received.images)
-        num_words = sum(len(_text_of(answer).split()) for answer in answers)
         num_encoded = self._images.rows_per_image * num_new
         usage = decoder_pb2.Usage(
             prompt_tokens=len(received.text.split()) + num_rows,
             image_tokens=num_rows,
             encoded_image_tokens=num_encoded,
             cached_image_tokens=num_rows - num_encoded,
-            completion_tokens=num_words,
         )
-        return received, answers, usage
+        return received, usage
 
     def _answer_to(self, received: FakeRequest) -> Message:
         answer = self._answer(received) if callable(self._answer) else self._answer

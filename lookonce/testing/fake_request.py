@@ -1,10 +1,10 @@
-"""A generate request as a FakeServer received it."""
+"""A generate, score or embed request as a FakeServer received it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
@@ -12,6 +12,9 @@ from lookonce.errors import UnsupportedError
 from lookonce.generation import Message, Role, Tool, ToolCall
 from lookonce.identity import REQUEST_ID_KEY
 from lookonce.images import ImageRef
+
+Method: TypeAlias = Literal["generate", "score", "embed"]
+Continuation: TypeAlias = "str | tuple[int, ...]"
 
 _MODES = {decoder_pb2.TOOL_MODE_NONE: "none", decoder_pb2.TOOL_MODE_REQUIRED: "required"}
 _ROLES: Mapping[int, Role] = {
@@ -24,7 +27,7 @@ _ROLES: Mapping[int, Role] = {
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """One generate request, as plain data."""
+    """One generate, score or embed request, as plain data."""
 
     # Texts of all messages and parts in reading order, with line ends between them.
     text: str
@@ -42,10 +45,22 @@ class FakeRequest:
     messages: tuple[Message, ...] = ()
     # Arguments of the chat template, as JSON; empty: none.
     template_arguments: str = ""
+    # The client's method; streams are "generate".
+    method: Method = "generate"
+    # Name of the LoRA adapter; empty: the base model.
+    adapter: str = ""
+    # Texts or token ids whose likelihood a score request asks for.
+    continuations: tuple[Continuation, ...] = ()
 
     @classmethod
-    def of(cls, params: decoder_pb2.GenerateParams, metadata: Mapping[str, str]) -> Self:
-        """Converts a request. Raises UnsupportedError for videos and token ids."""
+    def of(
+        cls,
+        params: decoder_pb2.GenerateParams,
+        metadata: Mapping[str, str],
+        method: Method = "generate",
+        continuations: Iterable[decoder_pb2.Continuation] = (),
+    ) -> Self:
+        """Converts a request. Raises UnsupportedError for videos and for prompts of token ids."""
         if params.HasField("tokens"):
             raise UnsupportedError("a FakeServer offers no prompts of token ids")
         parts = [part for message in params.chat.messages for part in message.parts]
@@ -66,6 +81,9 @@ class FakeRequest:
             chat.tool_choice.name or _MODES.get(chat.tool_choice.mode, "auto"),
             tuple(map(_message_of, chat.messages)),
             chat.template_arguments,
+            method,
+            params.adapter,
+            tuple(tuple(one.tokens.token_ids) if one.HasField("tokens") else one.text for one in continuations),
         )
 
 

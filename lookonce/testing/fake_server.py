@@ -7,7 +7,7 @@ with FakeServer("a red square") as server, lookonce.Client.connect(server.target
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -16,8 +16,10 @@ import grpc
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import LookonceError
+from lookonce.testing.fake_adapters import FakeAdapters
 from lookonce.testing.fake_decoder import Answer, FakeDecoder
 from lookonce.testing.fake_encoder import FakeEncoder
+from lookonce.testing.fake_numbers import Embedding, FakeNumbers, Likelihood
 from lookonce.testing.fake_request import FakeRequest
 from lookonce.testing.known_images import KnownImages
 
@@ -34,13 +36,33 @@ class FakeServer:
     """A decoder and an encoder behind one target of this machine, in threads of this process.
 
     A token is a word. An image has always the same number of rows, and is known by its digest once its bytes were sent.
-    Options of sampling have no effect. Videos, structured output, scores, embeddings, tokenizing and operators' calls
-    are not offered. A function that answers must return: Python waits for it when the program ends.
+    Options of sampling have no effect. Adapters are names, which an AdminClient of the same target may load and unload.
+    Videos, structured output, tokenizing and operators' calls about images are not offered. A function that answers
+    must return: Python waits for it when the program ends.
     """
 
-    def __init__(self, answer: Answer = "an answer", *, rows_per_image: int = 16) -> None:
+    def __init__(
+        self,
+        answer: Answer = "an answer",
+        *,
+        rows_per_image: int = 16,
+        adapters: Iterable[str] = (),
+        likelihood: Likelihood | None = None,
+        embedding: Embedding | None = None,
+    ) -> None:
+        """`adapters` are the names of LoRA adapters that are served from the start.
+
+        `likelihood` is the log-probability of each continuation of a score request, or a function of the request and
+        the continuation that returns it. None: -1 for each word or token id. The likeliest continuation of a request is
+        the greedy one.
+
+        `embedding` is the vector of each prompt, or a function of the request that returns it. None: eight numbers that
+        depend on the request's text, images and adapter. Vectors get the length 1 unless the caller keeps their length.
+        """
         self.images = KnownImages(rows_per_image)
-        self._decoder = FakeDecoder(answer, self.images, _MAX_MESSAGE_BYTES)
+        self._adapters = FakeAdapters(adapters)
+        numbers = FakeNumbers(likelihood, embedding)
+        self._decoder = FakeDecoder(answer, self.images, _MAX_MESSAGE_BYTES, self._adapters, numbers)
         self._server: grpc.Server | None = None
         self._ended = threading.Event()
         self._target = ""
@@ -54,11 +76,16 @@ class FakeServer:
 
     @property
     def requests(self) -> list[FakeRequest]:
-        """The generate requests so far, in the order of their arrival; those that failed, too."""
+        """The generate, score and embed requests so far, in the order of their arrival; those that failed, too."""
         return list(self._decoder.requests)
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that are served now, sorted."""
+        return self._adapters.names
+
     def fail(self, *errors: LookonceError) -> None:
-        """Makes the next generate requests fail, one with each error, instead of being answered.
+        """Makes the next generate, score and embed requests fail, one with each error, instead of being answered.
 
         Raises TypeError for anything but errors of `lookonce.errors`.
         """
@@ -88,6 +115,7 @@ class FakeServer:
             [grpc.method_handlers_generic_handler(_HEALTH, {"Watch": self._watch_handler()})]
         )
         decoder_grpc.add_DecoderServiceServicer_to_server(self._decoder, server)
+        decoder_grpc.add_DecoderAdminServiceServicer_to_server(self._adapters, server)
         encoder_grpc.add_EncoderServiceServicer_to_server(FakeEncoder(self.images, _MAX_MESSAGE_BYTES), server)
         self._target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         self._decoder.target = self._target

@@ -61,6 +61,16 @@ async def answer(decoder: RunningDecoder, adapter: str) -> list[int]:
     return list((await decoder.stub.Generate(pb.GenerateRequest(params=request))).choices[0].token_ids)
 
 
+def requests_by_adapter(decoder: RunningDecoder) -> dict[str, float]:
+    """Returns what the decoder's metrics say."""
+    return {
+        sample.labels["adapter"]: sample.value
+        for family in decoder.registry.collect()
+        for sample in family.samples
+        if sample.name == "lookonce_decoder_adapter_requests_total"
+    }
+
+
 async def refused(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -254,3 +264,19 @@ async def test_without_a_folder_nothing_is_loaded() -> None:
         ):
             call = DecoderAdminServiceStub(channel).LoadAdapter(pb.LoadAdapterRequest(name="one"))
             assert (await refused(call))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_metrics_have_the_adapters_that_are_loaded(
+    decoder: RunningDecoder, admin: DecoderAdminServiceAsyncStub
+) -> None:
+    assert requests_by_adapter(decoder) == {"first": 0}
+    await admin.LoadAdapter(pb.LoadAdapterRequest(name="two"))
+    for name in ("", "first", "two", "two"):
+        await answer(decoder, name)
+    await refused(answer(decoder, "unknown"))
+    assert requests_by_adapter(decoder) == {"first": 1, "two": 2}
+    tokens = decoder.registry.get_sample_value("lookonce_decoder_adapter_generated_tokens_total", {"adapter": "two"})
+    assert tokens == 16
+    await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="first"))
+    assert requests_by_adapter(decoder) == {"two": 2}
+    assert decoder.registry.get_sample_value("lookonce_decoder_adapters") == 1

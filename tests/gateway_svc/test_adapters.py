@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from decoder_svc.settings import DecoderSettings
 from lookonce import AsyncClient
@@ -92,3 +93,69 @@ async def test_adapters_are_models(tmp_path: pathlib.Path) -> None:
         status, text = await gateway.post("/v1/embeddings", body)
         assert (status, json.loads(text)["error"]["param"]) == (404, "model")
         assert await chat(gateway, "two") == (404, "model_not_found")
+
+
+async def test_decoders_with_different_adapters_are_one_fleet(tmp_path: pathlib.Path) -> None:
+    """Each adapter is at one of two decoders."""
+    for seed, name in enumerate(("one", "two", "three")):
+        lora_folder(tmp_path / name, DEMO_MODEL, seed=seed)
+    first: dict[str, Any] = {"dtype": "float32", "adapters": f"one={tmp_path / 'one'}"}
+    second: dict[str, Any] = {"dtype": "float32", "adapters": f"two={tmp_path / 'two'}"}
+    second |= {"adapters_folder": tmp_path, "admin_listen": "127.0.0.1:0"}
+    async with (
+        running_decoder(DEMO_MODEL, **first) as left,
+        running_decoder(DEMO_MODEL, **second) as right,
+        served(SERVED, left.service.entry()) as left_target,
+        served(SERVED, right.service.entry()) as right_target,
+        served(SERVED, right.service.admin_entry()) as admin_target,
+        AsyncClient.connect(left_target) as left_client,
+        AsyncClient.connect(right_target) as right_client,
+        running_gateway(f"ipv4:{left_target},{right_target}") as gateway,
+        grpc.aio.insecure_channel(admin_target) as channel,
+    ):
+        admin = DecoderAdminServiceStub(channel)
+        listed = [model.id for model in (await gateway.client.models.list()).data]
+        assert listed[1:] == ["one", "two"]
+        expected = {}
+        for name, client in (("one", left_client), ("two", right_client)):
+            generation = await client.generate(
+                "What is red?", adapter=name, temperature=0, max_tokens=12, min_tokens=12
+            )
+            expected[name] = generation.text
+        assert expected["one"] != expected["two"]
+        for _ in range(3):
+            for name, text in expected.items():
+                assert await chat(gateway, name) == (200, text)
+                vector = await gateway.client.embeddings.create(model=name, input="A red star")
+                assert len(vector.data) == 1
+        assert await chat(gateway, "three") == (404, "model_not_found")
+        await admin.LoadAdapter(pb.LoadAdapterRequest(name="three"))
+        assert (await chat(gateway, "three"))[0] == 200
+        assert (await gateway.client.models.retrieve("three")).id == "three"
+        await admin.UnloadAdapter(pb.UnloadAdapterRequest(name="three"))
+        # The gateway still remembers the name, and no decoder has it.
+        assert await chat(gateway, "three") == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_an_echo_that_computes_nothing_needs_its_adapter_too(
+    tmp_path: pathlib.Path, logprobs: int | None
+) -> None:
+    lora_folder(tmp_path / "one", DEMO_MODEL, seed=0)
+    settings: dict[str, Any] = {"dtype": "float32", "adapters": f"one={tmp_path / 'one'}", "adapters_folder": tmp_path}
+    settings["admin_listen"] = "127.0.0.1:0"
+    async with (
+        running_decoder(DEMO_MODEL, **settings) as decoder,
+        served(SERVED, decoder.service.entry()) as target,
+        served(SERVED, decoder.service.admin_entry()) as admin_target,
+        grpc.aio.insecure_channel(admin_target) as channel,
+        running_gateway(target) as gateway,
+    ):
+        body = json.dumps({"model": "one", "prompt": [5], "echo": True, "max_tokens": 0, "logprobs": logprobs}).encode()
+        assert (await gateway.post("/v1/completions", body))[0] == 200
+        await DecoderAdminServiceStub(channel).UnloadAdapter(pb.UnloadAdapterRequest(name="one"))
+        # The gateway still remembers the name.
+        status, text = await gateway.post("/v1/completions", body)
+        error = json.loads(text)["error"]
+        assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert "'one'" in error["message"]

@@ -18,6 +18,7 @@ from lookonce.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from lookonce.sdk.field_names import in_arguments
 from lookonce.testing import FakeServer
 from tests.gateway_svc.gateways import Gateway, picture_part, running_gateway
 
@@ -52,10 +53,14 @@ def test_fields_are_those_of_the_request(error: LookonceError, field: str) -> No
     names = {"max_tokens": "max_completion_tokens", "json_schema": "response_format", "chat.messages": "messages"}
     names |= {"prompt": "messages", "images": "messages", "images[1]": "messages[2].content[0]"}
     names |= {"chat.messages[1]": "messages[2]", "chat.messages[1].tool_calls[0]": "messages[2]", ".parts": ".content"}
-    changed = renamed(error, names)
-    assert changed.message.startswith(f"{field}: ")
-    assert changed.metadata["field"] == field
-    assert (changed.code, changed.reason) == (error.code, error.reason)
+    message = renamed(error, names).message
+    # The SDK has given its own name to the field.
+    for one in (error, in_arguments(error)):
+        changed = renamed(one, names)
+        assert changed.message == message
+        assert changed.message.startswith(f"{field}: ")
+        assert changed.metadata["field"] == field
+        assert (changed.code, changed.reason) == (error.code, error.reason)
 
 
 def test_other_errors_keep_their_fields() -> None:

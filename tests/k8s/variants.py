@@ -55,6 +55,7 @@ MTLS = Variant("base", ("mtls",))
 AFFINITY = Variant("base", ("affinity",))
 TOKENS = Variant("base", ("tokens",))
 TRACING = Variant("base", ("tracing",))
+ADAPTERS = Variant("base", ("adapters",))
 ADMIN = Variant("base", ("tokens", "admin"))
 GATEWAY = Variant("base", ("tokens", "gateway", "networkpolicy", "networkpolicy/gateway", "servicemonitor"))
 PROD_ALL = Variant(
@@ -74,6 +75,7 @@ PROD_ALL = Variant(
         "gateway",
         "gateway/mtls",
         "networkpolicy/gateway",
+        "adapters",
     ),
 )
 GPU_ALL = Variant(
@@ -93,6 +95,7 @@ VARIANTS = (
     AFFINITY,
     TOKENS,
     TRACING,
+    ADAPTERS,
     ADMIN,
     GATEWAY,
     GRPC_ROUTE,

@@ -11,7 +11,7 @@ import typer
 from lookonce.client import Client
 from lookonce.commands.asking.answers import stream_text
 from lookonce.commands.asking.conversation import Conversation
-from lookonce.commands.asking.sampling import takes_sampling
+from lookonce.commands.asking.sampling import takes_sampling, with_flag
 from lookonce.commands.options import ImageNames, MaxPixels, System, Target, Timeout
 from lookonce.commands.output import complain, err, out, visible
 from lookonce.commands.pictures import is_image, named_image
@@ -152,4 +152,4 @@ def _message(error: LookonceError | OSError | typer.BadParameter) -> str:
     """Returns the text of an error for people."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-    return error.message
+    return with_flag(error) if isinstance(error, LookonceError) else error.message

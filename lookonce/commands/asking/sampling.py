@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, cast
 
@@ -14,6 +15,7 @@ import typer
 from lookonce.commands.options import MAX_UINT32, MAX_UINT64, filled
 from lookonce.commands.output import harmless
 from lookonce.commands.pictures import existing_file
+from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, Tool
 
 _Flag = inspect.Parameter
@@ -72,6 +74,8 @@ _FLAGS: Sequence[_Flag] = (
     _flag("adapter", str, "Name of a LoRA adapter.", callback=filled),
     _flag("bypass_prefix_cache", bool, "Neither read nor write the prefix cache.", "--bypass-prefix-cache"),
 )
+# Flags that are not named as their options.
+_OTHER_FLAGS = {"stop_token_ids": "--stop-token-id"}
 # Largest file of a grammar or schema.
 _MAX_FILE_BYTES = 1 << 20
 _TEXTS_OR_FILES = ("json_schema", "regex", "grammar", "tools", "template_arguments")
@@ -154,3 +158,13 @@ def _bias(text: str) -> tuple[int, float]:
     if not (0 <= bias[0] <= MAX_UINT32 and -100 <= bias[1] <= 100):
         raise typer.BadParameter(f"{text!r} is no token with a value of -100 to 100", param_hint="--logit-bias")
     return bias
+
+
+def with_flag(error: LookonceError) -> str:
+    """Returns the message of an error with the flag in place of the option that the server refuses."""
+    name, colon, rest = error.message.partition(": ")
+    option = re.split(r"[.\[]", name, maxsplit=1)[0]
+    if error.contract_field and option in GenerateOptions.__annotations__:
+        flag = _OTHER_FLAGS.get(option, f"--{option.replace('_', '-')}")
+        return f"{flag}{name.removeprefix(option)}{colon}{rest}"
+    return error.message

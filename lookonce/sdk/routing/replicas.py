@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,6 +19,7 @@ import grpc.aio
 
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.sdk.connection.channel import DECODER, ConnectionOptions, Deadline, channel_options
+from lookonce.sdk.routing.adapter_map import AdapterMap
 from lookonce.sdk.routing.place import Place
 from lookonce.sdk.routing.placement import Placement
 from lookonce.sdk.routing.resolution import resolution_of
@@ -27,6 +28,8 @@ from lookonce.sdk.routing.resolution import resolution_of
 _OPENING_S = 0.25
 _OPENING_SHARE = 0.25
 _POLL_S = 0.005
+# A replica that has not been connected within so many seconds of a client's start counts as away for good.
+_STARTING_S = 5.0
 # While a client makes calls, names are looked up so often, seconds.
 _RESOLUTION_AGE_S = 5.0
 _READY: int = grpc.ChannelConnectivity.READY.value[0]
@@ -75,6 +78,7 @@ class _Replicas(Generic[ReplicaT]):
         self._interceptors = list(options.interceptors)
         self._credentials = None if self._resolution is None else options.credentials()
         self._placement = Placement()
+        self.adapters = AdapterMap()
         # By address.
         self._known: dict[str, ReplicaT] = {}
         # Replicas that are not behind the target any more, with calls in progress.
@@ -150,14 +154,32 @@ class _Replicas(Generic[ReplicaT]):
         for address, _ in idle:
             if address not in self._known:
                 self._placement.forget(address)
+                self.adapters.forget(address)
         return [replica for _, replica in idle]
 
-    def _chosen(self, affinity: bytes) -> Place | None:
-        serving = [address for address, replica in self._known.items() if replica.is_ready]
-        if len(serving) < 2:
+    def _chosen(self, affinity: bytes, adapter: str, tried: Collection[str]) -> Place | None:
+        serving = [address for address in self._serving() if address not in tried]
+        if adapter:
+            # Those that refused it are asked last.
+            serving = [one for one in serving if not self.adapters.has_refused(one, adapter)] or serving
+        if len(serving) < (1 if adapter else 2):
             return None
         address = self._placement.take(affinity, serving)
         return Place(self._known[address].stub, address, self._placement)
+
+    def _serving(self) -> list[str]:
+        return [address for address, replica in self._known.items() if replica.is_ready]
+
+    def _may_be_away(self, adapter: str, refused: Collection[str]) -> bool:
+        away = self._known.keys() - set(self._serving()) - set(refused)
+        is_starting = self._opened_s is not None and time.monotonic() - self._opened_s < _STARTING_S
+        return any(is_starting or adapter in self.adapters.served(address) for address in away)
+
+    def _described(self) -> tuple[dict[str, ReplicaT], set[str]]:
+        """Returns the replicas that can be asked for their adapters, and the adapters that others had."""
+        serving = {address: self._known[address] for address in self._serving()}
+        others = [self.adapters.served(address) for address in self._known if address not in serving]
+        return serving, set().union(*others)
 
 
 class SyncReplicas(_Replicas[_SyncReplica]):
@@ -179,13 +201,26 @@ class SyncReplicas(_Replicas[_SyncReplica]):
                 if self._are_ready():
                     return
 
-    def place(self, affinity: bytes) -> Place | None:
-        """Returns the place of a request with this content; None: it goes to any replica."""
+    def place(self, affinity: bytes, adapter: str = "", tried: Collection[str] = ()) -> Place | None:
+        """Returns the place of a request with this content; None: it goes to any replica.
+
+        A request for an adapter gets a place that is not among the addresses that were `tried`, if there is one.
+        """
         if self._resolution is None:
             return None
         self._refresh()
         with self._lock:
-            return self._chosen(affinity)
+            return self._chosen(affinity, adapter, tried)
+
+    def may_be_away(self, adapter: str, refused: Collection[str]) -> bool:
+        """Whether a replica that cannot be reached at the moment may have an adapter, beside those that refused it."""
+        with self._lock:
+            return self._may_be_away(adapter, refused)
+
+    def described(self) -> tuple[dict[str, _SyncReplica], set[str]]:
+        """Returns the replicas that can be asked for their adapters, and the adapters that others had."""
+        with self._lock:
+            return self._described()
 
     def close(self) -> None:
         """Closes all channels and ends the calls there."""
@@ -247,12 +282,20 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
                 await self._addressed.wait()
                 await asyncio.gather(*(replica.channel.channel_ready() for replica in self._known.values()))
 
-    def place(self, affinity: bytes) -> Place | None:
-        """Returns the place of a request with this content; None: it goes to any replica."""
+    def place(self, affinity: bytes, adapter: str = "", tried: Collection[str] = ()) -> Place | None:
+        """Returns a place as that of SyncReplicas."""
         if self._resolution is None:
             return None
         self._refresh()
-        return self._chosen(affinity)
+        return self._chosen(affinity, adapter, tried)
+
+    def may_be_away(self, adapter: str, refused: Collection[str]) -> bool:
+        """Whether a replica that cannot be reached at the moment may have an adapter, beside those that refused it."""
+        return self._may_be_away(adapter, refused)
+
+    def described(self) -> tuple[dict[str, _AsyncReplica], set[str]]:
+        """Returns the replicas that can be asked for their adapters, and the adapters that others had."""
+        return self._described()
 
     async def close(self) -> None:
         """Closes all channels and ends the calls there."""

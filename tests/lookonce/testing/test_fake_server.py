@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import grpc
 import pytest
 
 import lookonce
-from lookonce.errors import EmbeddingNotCachedError, OverloadedError, UnavailableError, UnsupportedError
-from lookonce.generation import Message, TextPrompt
+from lookonce.errors import (
+    EmbeddingNotCachedError,
+    InvalidParameterError,
+    OverloadedError,
+    UnavailableError,
+    UnsupportedError,
+)
+from lookonce.generation import Message, TextPrompt, TokenPrompt
 from lookonce.images import ImageRef
 from lookonce.testing import FakeRequest, FakeServer
 from lookonce.videos import Video
@@ -175,3 +183,94 @@ def test_several_answers_are_asked_of_the_function_one_by_one() -> None:
     assert (generation.text, [other.text for other in generation.others]) == ("one", ["two words", "three"])
     assert generation.usage.completion_tokens == 4
     assert len(server.requests) == 1
+
+
+def test_embeddings_are_equal_for_equal_prompts_only() -> None:
+    with FakeServer(adapters=["forms"]) as server, lookonce.Client.connect(server.target) as client:
+        first, again = (client.embed("a", [SMALL]).embedding for _ in range(2))
+        others = [client.embed("b", [SMALL]), client.embed("a"), client.embed("a", [SMALL], adapter="forms")]
+        long = client.embed("a", [SMALL], normalize=False).embedding
+        assert first == again
+        assert len({first, *(other.embedding for other in others)}) == 4
+        assert math.hypot(*first) == pytest.approx(1.0)
+        assert math.hypot(*long) > 1.01
+        assert client.embed("a", [SMALL]).usage.encoded_image_tokens == 0
+        assert {request.method for request in server.requests} == {"embed"}
+
+
+async def test_embeddings_are_what_the_test_says() -> None:
+    def embedding(request: FakeRequest) -> list[float]:
+        if "bad" in request.text:
+            raise OverloadedError("too bad", retry_after_s=99.0)
+        return [3.0, 4.0]
+
+    with FakeServer(embedding=embedding) as server:
+        async with lookonce.AsyncClient.connect(server.target) as client:
+            assert (await client.embed("a")).embedding == pytest.approx((0.6, 0.8))
+            assert (await client.embed("a", normalize=False)).embedding == (3.0, 4.0)
+            with pytest.raises(OverloadedError):
+                await client.embed("bad")
+
+
+def test_an_embedding_of_zeros_has_no_length() -> None:
+    with FakeServer(embedding=[0.0]) as server, lookonce.Client.connect(server.target) as client:
+        assert client.embed("a").embedding == (0.0,)
+
+
+async def test_scores_are_what_the_test_says() -> None:
+    def likelihood(request: FakeRequest, continuation: str | tuple[int, ...]) -> float:
+        return {"a red": -0.5, (7, 8, 9): -6.0}[continuation] - len(request.images)
+
+    with FakeServer(likelihood=likelihood) as server:
+        async with lookonce.AsyncClient.connect(server.target) as client:
+            scoring = await client.score("what", [[7, 8, 9], "a red"], [SMALL], logprobs=0)
+    ids, text = scoring.scores
+    assert [(one.logprob, one.is_greedy, one.token_ids) for one in scoring.scores] == [
+        (-7.0, False, (7, 8, 9)),
+        (-1.5, True, (0, 1)),
+    ]
+    assert sum(ids.token_logprobs) == pytest.approx(-7.0)
+    assert text.logprobs == (((0, -0.75),), ((1, -0.75),))
+    assert (scoring.usage.completion_tokens, scoring.usage.image_tokens) == (5, 16)
+    (request,) = server.requests
+    assert (request.method, request.continuations) == ("score", ((7, 8, 9), "a red"))
+
+
+def test_longer_continuations_are_less_likely_unless_the_test_says_otherwise() -> None:
+    with FakeServer() as server, lookonce.Client.connect(server.target) as client:
+        assert [one.logprob for one in client.score("what", ["yes", "oh no"]).scores] == [-1.0, -2.0]
+        server.fail(OverloadedError("full", retry_after_s=0.01))
+        assert client.score("what", ["yes"]).scores[0].logprobs == ()
+        for continuations in ([], [""]):
+            with pytest.raises(InvalidParameterError, match="continuations"):
+                client.score("what", continuations)
+        with pytest.raises(UnsupportedError, match="FakeServer"):
+            client.score(TokenPrompt([1]), ["yes"])
+
+
+def test_adapters_are_served_while_they_are_loaded() -> None:
+    with (
+        FakeServer(lambda request: request.adapter or "base", adapters=["forms"]) as server,
+        lookonce.Client.connect(server.target) as client,
+        lookonce.AdminClient.connect(server.target) as admin,
+    ):
+        assert [client.generate("what", adapter=name).text for name in (None, "forms")] == ["base", "forms"]
+        assert "".join(client.stream("what", adapter="forms")) == "forms"
+        calls: list[Callable[[], object]] = [
+            lambda: client.generate("what", adapter="bills"),
+            lambda: client.score("what", ["yes"], adapter="bills"),
+            lambda: client.embed("what", adapter="bills"),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidParameterError, match="'bills' is not served; this server has forms") as caught:
+                call()
+            assert caught.value.field == "adapter"
+        assert admin.load_adapter("bills") == server.adapters == ["bills", "forms"]
+        assert client.generate("what", adapter="bills").text == "bills"
+        assert admin.unload_adapter("forms") == ["bills"]
+        assert client.model_info(fresh=True).adapters == ("bills",)
+        changes: list[Callable[[], object]] = [lambda: admin.unload_adapter("forms"), lambda: admin.load_adapter("")]
+        for change in changes:
+            with pytest.raises(InvalidParameterError) as caught:
+                change()
+            assert caught.value.field == "name"

@@ -32,7 +32,7 @@ from lookonce.local.reserved_port import reserved_port
 from lookonce.sdk.connection import channel
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
 from lookonce.sdk.routing import replicas
-from lookonce.sdk.routing.place import PlacedStream
+from lookonce.sdk.routing.placed_streams import PlacedStream
 from lookonce.sdk.routing.replicas import AsyncReplicas
 from lookonce.testing import FakeRequest, FakeServer, fake_decoder
 from tests.lookonce.sdk.sdk_servers import running_system
@@ -337,7 +337,7 @@ def asks_first(client: Client, picture: bytes) -> str:
     place = client._connection._replicas.place(bytes(image_digest(picture))[:16])
     assert place is not None
     place.leave()
-    return place._address
+    return place.address
 
 
 def stale_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,8 @@ def test_a_failed_stream_keeps_no_image(servers: list[FakeServer]) -> None:
         with pytest.raises(InvalidInputError):
             next(stream)
         assert isinstance(stream._call, PlacedStream)
-        assert stream._call._begin_elsewhere is None
+        assert stream._call._search is None
+        assert stream._call._start is None
 
 
 def test_a_process_that_forks_goes_on(servers: list[FakeServer]) -> None:
