@@ -1,0 +1,90 @@
+"""Recurrent layers in the prefix cache: where snapshots are taken, and what a hit continues."""
+
+from __future__ import annotations
+
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT
+from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
+from decoder_svc.scheduling.request import CacheScope
+from decoder_svc.scheduling.scheduler import Scheduler
+from tests.decoder_svc.scheduling.simulation import chunks, request, scheduler, step
+
+# Blocks have four tokens.
+INTERVAL = 2
+
+
+def hybrid(num_snapshots: int = 8, num_slots: int = 8, token_budget: int = 64) -> Scheduler:
+    return scheduler(token_budget=token_budget, states=StateGroupSize(num_slots, num_snapshots, INTERVAL))
+
+
+def taken(target: Scheduler) -> list[list[int]]:
+    """Runs a step; returns where each of its chunks takes snapshots."""
+    uses = [chunk.states for chunk in step(target).chunks]
+    return [[num_tokens for num_tokens, _ in use.taken] for use in uses if use is not None]
+
+
+def test_snapshots_are_taken_every_few_blocks_and_before_the_last_token_of_the_prompt() -> None:
+    target = hybrid()
+    target.add(request("a", 21, max_tokens=5))
+    assert taken(target) == [[8, 16, 20]]
+    # The answer reaches the end of the sixth block with its fourth token.
+    assert [taken(target) for _ in range(4)] == [[[]], [[]], [[24]], [[]]]
+
+
+def test_a_later_request_continues_the_last_snapshot_of_what_it_shares() -> None:
+    target = hybrid()
+    target.add(request("a", 21, text="t", max_tokens=1))
+    step(target)
+    target.add(request("b", 15, text="t", max_tokens=1))
+    target.add(request("c", 21, text="t", max_tokens=1))
+    target.add(request("d", 20, text="t", max_tokens=1))
+    output = step(target)
+    assert chunks(output) == [("b", 8, 7), ("c", 20, 1), ("d", 16, 4)]
+    assert all(chunk.states is not None and chunk.states.loaded is not None for chunk in output.chunks)
+
+
+def test_at_most_one_interval_of_a_long_cached_prompt_is_computed_again() -> None:
+    target = scheduler(token_budget=64, num_blocks=128, context=1000, states=StateGroupSize(8, 200, 4))
+    target.add(request("a", 400, text="t", max_tokens=1))
+    for _ in range(7):
+        step(target)
+    longer = request("b", 440, text="t", max_tokens=1)
+    longer.token_ids[361:] = range(440 - 361)
+    target.add(longer)
+    assert step(target).chunks[0].start == 352
+    assert longer.usage.cached_prompt_tokens == 352
+
+
+def test_without_a_snapshot_nothing_is_cached() -> None:
+    target = hybrid()
+    target.add(request("a", 21, text="t", max_tokens=1))
+    step(target)
+    pool = target.kv_cache.snapshot_pool
+    assert pool is not None
+    pool.reset()
+    assert target.kv_cache.find_prefix(request("b", 21, text="t")) == NO_HIT
+
+
+def test_requests_without_sharing_take_no_snapshots() -> None:
+    target = hybrid()
+    target.add(request("a", 21, cache_scope=CacheScope(bypass=True)))
+    assert taken(target) == [[]]
+
+
+def test_a_request_waits_for_a_free_state() -> None:
+    target = hybrid(num_slots=1)
+    target.add(request("a", 5, max_tokens=2))
+    target.add(request("b", 5, max_tokens=2))
+    assert [chunks(step(target)) for _ in range(3)] == [[("a", 0, 5)], [("a", 5, 1)], [("b", 0, 5)]]
+
+
+def test_equal_prompts_of_one_step_take_each_snapshot_once() -> None:
+    target = hybrid()
+    target.add(request("a", 21, text="t", max_tokens=1))
+    target.add(request("b", 21, text="t", max_tokens=1))
+    assert taken(target) == [[8, 16, 20], []]
+
+
+def test_a_full_pool_of_snapshots_that_are_in_use_takes_no_more() -> None:
+    target = hybrid(num_snapshots=2)
+    target.add(request("a", 21, max_tokens=1))
+    assert taken(target) == [[8, 16]]
