@@ -128,6 +128,17 @@ class KVCacheManager:
             return NO_HIT
         return self._find_from(request, 0)
 
+    def finds_more_next_step(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the step in progress takes a snapshot with which the request's hit will be longer in the next step.
+
+        Equal prompts that arrive together, such as several answers to one, are then computed once.
+        """
+        if self._states is None or not self._may_share(request):
+            return False
+        self.hasher.extend(request)
+        most = (request.num_tokens - 1) // self.block_size
+        return self._states.takes_any(request.block_hashes[len(hit.block_ids) : most])
+
     def may_find_more(self, request: Request) -> bool:
         """Whether at least one whole block of the request's known tokens is uncomputed; False while it decodes."""
         return (request.num_tokens - 1) // self.block_size > request.num_computed_tokens // self.block_size

@@ -75,6 +75,10 @@ class StateGroup:
                 return index, snapshot
         return start, None
 
+    def takes_any(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether the latest step takes a snapshot behind a block with one of these hashes."""
+        return any(block_hash in self._unpublished for block_hash in hashes) if self._unpublished else False
+
     def admit(self, request_id: RequestId, snapshot: int | None) -> None:
         """Gives a request a slot. Its state begins with the snapshot; None: with zeros, at the first token."""
         assert request_id not in self._slots, "a request was admitted twice"

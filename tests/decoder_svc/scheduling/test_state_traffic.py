@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 
@@ -64,8 +65,8 @@ def test_no_draft_enters_a_state(seed: int) -> None:
 
 def test_traffic_with_states_is_worth_testing_with() -> None:
     hits = preemptions = loaded = adopted = taken = 0
-    for seed in range(NUM_SEEDS):
-        traffic = traffic_of(seed, 3, 1)
+    for seed, size in itertools.product(range(NUM_SEEDS), SIZES):
+        traffic = traffic_of(seed, *size)
         assert traffic.oracle.states is not None
         loaded += traffic.oracle.states.num_loaded
         hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)

@@ -1,4 +1,4 @@
-"""What the result of a token depends on, told from the request alone."""
+"""Names the context of a token: all that its result depends on, told from the request alone."""
 
 from __future__ import annotations
 

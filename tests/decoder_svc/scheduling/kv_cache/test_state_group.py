@@ -77,11 +77,24 @@ def test_a_request_waits_for_a_free_state() -> None:
     assert [chunks(step(target)) for _ in range(3)] == [[("a", 0, 5)], [("a", 5, 1)], [("b", 0, 5)]]
 
 
-def test_equal_prompts_of_one_step_take_each_snapshot_once() -> None:
-    target = hybrid()
-    target.add(request("a", 21, text="t", max_tokens=1))
-    target.add(request("b", 21, text="t", max_tokens=1))
-    assert taken(target) == [[8, 16, 20], []]
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    target = hybrid(token_budget=12)
+    for name in "abc":
+        target.add(request(name, 21, text="t", max_tokens=1))
+    target.add(request("other", 2, max_tokens=1))
+    assert chunks(step(target)) == [("a", 0, 12)]
+    # A snapshot of the last whole block is taken, so the others wait for it.
+    assert chunks(step(target)) == [("a", 12, 9), ("other", 0, 2)]
+    assert chunks(step(target)) == [("b", 20, 1), ("c", 20, 1)]
+
+
+def test_running_requests_with_equal_tokens_take_each_snapshot_once() -> None:
+    """Both are in the middle of their prompts when their tokens become equal blocks."""
+    target = hybrid(token_budget=8)
+    target.add(request("a", 5, text="t", max_tokens=9))
+    target.add(request("b", 5, text="t", max_tokens=9, arrival_s=1))
+    seen = [taken(target) for _ in range(11)]
+    assert sum(snapshots.count(8) for one in seen for snapshots in one) == 1
 
 
 def test_a_full_pool_of_snapshots_that_are_in_use_takes_no_more() -> None:
