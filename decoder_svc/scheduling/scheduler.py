@@ -306,7 +306,8 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
                 step.expired.append(request.request_id)
                 continue
-            if self.kv_cache.finds_more_next_step(request, hit):
+            has_place = len(self._running) < self.limits.max_num_seqs
+            if has_place and self.kv_cache.finds_more_next_step(request, hit):
                 continue
             num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
             may_start = not is_head_waiting or self._row_demand.has_asked_for_all(request, hit.num_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT
+from decoder_svc.scheduling.kv_cache.kv_pool_size import state_group_size
 from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from decoder_svc.scheduling.request import CacheScope
 from decoder_svc.scheduling.scheduler import Scheduler
@@ -43,15 +44,19 @@ def test_a_later_request_continues_the_last_snapshot_of_what_it_shares() -> None
 
 
 def test_at_most_one_interval_of_a_long_cached_prompt_is_computed_again() -> None:
-    target = scheduler(token_budget=64, num_blocks=128, context=1000, states=StateGroupSize(8, 200, 4))
-    target.add(request("a", 400, text="t", max_tokens=1))
-    for _ in range(7):
-        step(target)
-    longer = request("b", 440, text="t", max_tokens=1)
-    longer.token_ids[361:] = range(440 - 361)
-    target.add(longer)
-    assert step(target).chunks[0].start == 352
-    assert longer.usage.cached_prompt_tokens == 352
+    """A prompt of 8192 tokens whose first nine tenths are cached, with the sizes of a decoder."""
+    num_tokens, num_equal, interval_tokens = 8192, 7373, 256
+    states = state_group_size(200, block_size=16, max_num_seqs=8)
+    assert states.interval * 16 == interval_tokens
+    target = scheduler(token_budget=2048, num_blocks=2000, context=9000, block_size=16, states=states)
+    target.add(request("a", num_tokens, text="t", max_tokens=1))
+    assert [step(target).num_scheduled_tokens for _ in range(5)] == [2048, 2048, 2048, 2048, 0]
+    other = request("b", num_tokens, text="t", max_tokens=1)
+    other.token_ids[num_equal:] = range(num_tokens - num_equal)
+    target.add(other)
+    start = step(target).chunks[0].start
+    assert other.usage.cached_prompt_tokens == start == 7168
+    assert num_equal - start <= interval_tokens
 
 
 def test_without_a_snapshot_nothing_is_cached() -> None:
