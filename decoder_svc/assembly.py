@@ -29,7 +29,14 @@ from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
-from decoder_svc.scheduling.kv_cache.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.kv_cache.kv_pool_size import (
+    BlockBytes,
+    KVPoolConfig,
+    num_kv_blocks,
+    num_state_snapshots,
+    sliding_group_size,
+    state_group_size,
+)
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import SpeculationLimits
@@ -165,6 +172,11 @@ def load_core(
             is_shared=settings.prefix_cache,
             deterministic=settings.deterministic,
             sliding=_sliding_group(settings, runner, limits.num_kv_blocks),
+            states=None
+            if runner.recurrent is None
+            else state_group_size(
+                limits.num_state_snapshots, block_size=limits.block_size, max_num_seqs=limits.max_running_requests
+            ),
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
@@ -189,8 +201,13 @@ def _loaded(
         adapters=open_adapters(settings.adapters) if settings.adapters or settings.adapters_folder else None,
     )
     runner = runner_class(device.platform)(config, family)
+    if runner.recurrent is not None and settings.speculative_tokens:
+        raise ConfigurationError(
+            f"speculative_tokens is {settings.speculative_tokens}; {family.title} has recurrent layers, whose state "
+            "cannot go back behind a rejected draft token: set it to 0"
+        )
     limits = _limits(settings, device, runner, family)
-    runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks)
+    runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks, limits.num_state_snapshots)
     runner.capture_model()
     return runner, limits
 
@@ -242,10 +259,25 @@ def _limits(
     max_useful_blocks = settings.max_num_seqs * -(-context // block_size)
     sliding = _sliding_group(settings, runner, max_useful_blocks)
     spec = runner.get_kv_cache_spec()
+    wish = KVPoolConfig(settings.num_kv_blocks, settings.kv_cache_memory_bytes, device.kv_cache_memory_share)
+    # The states of running requests are in the memory that the heaviest step takes.
+    free_bytes = runner.profile_run(worst)
+    num_snapshots = snapshot_bytes = 0
+    if runner.recurrent is not None:
+        state_bytes = runner.recurrent.state_bytes
+        num_snapshots = num_state_snapshots(
+            wish, state_bytes, free_bytes=free_bytes, max_num_seqs=settings.max_num_seqs
+        )
+        snapshot_bytes = num_snapshots * state_bytes
     num_blocks = num_kv_blocks(
-        KVPoolConfig(settings.num_kv_blocks, settings.kv_cache_memory_bytes, device.kv_cache_memory_share),
-        BlockBytes(spec.block_bytes, spec.sliding_block_bytes, 0 if sliding is None else sliding.num_blocks),
-        free_bytes=runner.profile_run(worst),
+        wish,
+        BlockBytes(
+            spec.block_bytes,
+            spec.sliding_block_bytes,
+            0 if sliding is None else sliding.num_blocks,
+            snapshot_bytes,
+        ),
+        free_bytes=free_bytes,
         max_useful_blocks=max_useful_blocks,
     )
     if num_blocks * block_size < context:
@@ -260,6 +292,7 @@ def _limits(
         encoder_cache_size_rows=rows.cache_rows,
         max_rows_per_image=family.max_rows_per_image,
         num_sliding_kv_blocks=0 if sliding is None else min(sliding.num_blocks, num_blocks),
+        num_state_snapshots=num_snapshots,
     )
 
 

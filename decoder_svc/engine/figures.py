@@ -69,3 +69,5 @@ class EngineLimits:
     max_rows_per_image: int
     # KV blocks of the layers with a sliding window; 0 where those layers have no blocks of their own.
     num_sliding_kv_blocks: int = 0
+    # Snapshots of the states of recurrent layers; 0 for a model without such layers.
+    num_state_snapshots: int = 0

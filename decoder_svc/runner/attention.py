@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.scheduler_output import StateUse
 
 PAGED_ATTENTION = "lookonce_paged"
 
@@ -38,16 +39,25 @@ class KVCacheSpec:
     window: int | None = None
     # Slots that one block takes in a pool; None: one per token.
     block_slots: int | None = None
+    # Layers without keys and values (runner/recurrent).
+    recurrent_layers: frozenset[int] = frozenset()
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers of the full group, keys and values."""
-        return (self.num_layers - len(self.sliding_layers)) * self._layer_block_bytes
+        num_full_layers = self.num_layers - len(self.sliding_layers) - len(self.recurrent_layers)
+        return num_full_layers * self._layer_block_bytes
 
     @property
     def sliding_block_bytes(self) -> int:
         """Bytes of one block in all layers of the sliding group, keys and values."""
         return len(self.sliding_layers) * self._layer_block_bytes
+
+    def num_pool_blocks(self, layer: int, num_blocks: int, num_sliding_blocks: int) -> int:
+        """Returns the number of blocks in a layer's pool, given those of both groups."""
+        if layer in self.recurrent_layers:
+            return 0
+        return num_sliding_blocks if layer in self.sliding_layers else num_blocks
 
     @property
     def _layer_block_bytes(self) -> int:
@@ -95,6 +105,8 @@ class AttentionMetadata:
     is_mutual_beyond_window: bool
     # The same step as tensors; set for a backend with `reads_tensors`.
     paged: PagedStep | None = None
+    # Per sequence: the states of recurrent layers; empty for a model without such layers.
+    states: tuple[StateUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +179,7 @@ class SdpaBackend:
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
 
         def pool(layer: int) -> Tensor:
-            blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
+            blocks = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks)
             return self._pool_zeros((blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
 
         self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]

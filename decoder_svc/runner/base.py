@@ -40,6 +40,7 @@ from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
+from decoder_svc.runner.recurrent.delta_net import RecurrentLayers, recurrent_layers
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
@@ -51,6 +52,7 @@ from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
+from lookonce.model.half_model import text_child
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,8 @@ class ModelRunnerBase(ABC):
     # Whether the engine launches a step while the one before it runs. True where `launch` returns before the device is
     # done, and the device computes steps in the order in which they were launched.
     overlaps_steps: bool = False
+    # Whether the device computes recurrent layers, such as those of Qwen3.5.
+    serves_recurrent_layers: bool = False
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         self.config = config
@@ -112,6 +116,8 @@ class ModelRunnerBase(ABC):
         register_paged_attention()
         self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
+        # None: the model has no recurrent layers.
+        self.recurrent = self._install_recurrent_layers()
         self._load_adapters()
         experts = family.image_expert_ids
         self.language = LanguagePass(
@@ -158,6 +164,18 @@ class ModelRunnerBase(ABC):
         """
         return None if self.config.adapters is None else AdapterTable(self.model)
 
+    def _install_recurrent_layers(self) -> RecurrentLayers | None:
+        """Raises ConfigurationError if the model has recurrent layers that this device, or adapters, do not know."""
+        text = self.model.config.get_text_config()
+        if not recurrent_layers(text):
+            return None
+        named = f"{self.family.title} has recurrent layers (linear attention)"
+        if not self.serves_recurrent_layers:
+            raise ConfigurationError(f"{named}, which the device {self.device.type} does not compute yet: use the CPU")
+        if self.config.adapters is not None:
+            raise ConfigurationError(f"--adapters: {named}, to which adapters are not applied yet")
+        return RecurrentLayers(getattr(self.model.model, text_child(self.model)), self.model.dtype)
+
     def _load_adapters(self) -> None:
         """Raises ModelFolderError for an adapter that does not fit the model, ConfigurationError if none is served."""
         if self.config.adapters is None:
@@ -202,14 +220,22 @@ class ModelRunnerBase(ABC):
             sliding_layers=sliding_layers,
             window=text.sliding_window if sliding_layers else None,
             block_slots=self.backend.block_slots(self.config.block_size),
+            recurrent_layers=recurrent_layers(text),
         )
 
-    def initialize_kv_cache(self, num_blocks: int, num_sliding_blocks: int = 0) -> None:
-        """Allocates the KV pools of all layers: the full group and, if the model has one, the sliding group."""
+    def initialize_kv_cache(self, num_blocks: int, num_sliding_blocks: int = 0, num_snapshots: int = 0) -> None:
+        """Allocates the KV pools of all layers: the full group and, if the model has one, the sliding group.
+
+        Recurrent layers get a state for each running request, and `num_snapshots` more.
+        """
         spec = self.get_kv_cache_spec()
         # One extra block per pool that nobody reads: writes that must not touch a shared block go there.
         self.backend.allocate(spec, num_blocks + 1, num_sliding_blocks + 1, self.device)
         self.batch.set_num_blocks(num_blocks, num_sliding_blocks)
+        if self.recurrent is not None:
+            self.recurrent.allocate(self.config.max_num_seqs, num_snapshots, self.device)
+            num_mib = (self.config.max_num_seqs + num_snapshots) * self.recurrent.state_bytes / 2**20
+            logger.info("recurrent layers: %d snapshots, %.1f MiB with the states", num_snapshots, num_mib)
         # Recorded graphs hold the addresses of the old pools.
         self.graphs = None
         num_bytes = num_blocks * spec.block_bytes + num_sliding_blocks * spec.sliding_block_bytes
@@ -224,7 +250,13 @@ class ModelRunnerBase(ABC):
         rows = worst_case_rows(worst)
         for fetched in rows:
             self.put_rows(fetched)
-        step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window, self.family.mask)
+        step = worst_case_step(
+            worst,
+            self.config.block_size,
+            self.get_kv_cache_spec().window,
+            self.family.mask,
+            has_states=self.recurrent is not None,
+        )
         if self.adapters is not None and self.adapters.fingerprints:
             adapter = self.adapters.fingerprints[0]
             step = replace(step, admitted=tuple(replace(each, adapter=adapter) for each in step.admitted))

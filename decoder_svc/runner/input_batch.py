@@ -13,7 +13,7 @@ from decoder_svc.runner.sampling.sampling_state import SamplingState
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams, TokenConstraint
-from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
+from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, StateUse
 
 IntArray = npt.NDArray[np.int64]
 
@@ -209,6 +209,8 @@ class FlatInputs:
     # Flat indexes of the tokens that the latest step samples, and their places among its sampled ids. Only the device
     # has them: their `token_ids` are 0.
     unknown: tuple[tuple[int, int], ...] = ()
+    # Per request: the states of recurrent layers; empty for a model without such layers.
+    states: tuple[StateUse, ...] = ()
 
 
 class InputBatch:
@@ -280,6 +282,7 @@ class InputBatch:
             sampled_ids=tuple(chunk.request_id for chunk, _ in sampled),
             sampled_indexes=np.array(sampled_indexes, dtype=np.int64),
             unknown=tuple(unknown),
+            states=tuple(chunk.states for chunk, _, _ in parts if chunk.states is not None),
         )
 
 

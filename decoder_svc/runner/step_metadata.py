@@ -53,6 +53,7 @@ def step_metadata(
         mutual_spans=flat.mutual_spans,
         is_mutual_beyond_window=is_mutual_beyond_window,
         paged=paged,
+        states=flat.states,
     )
 
 

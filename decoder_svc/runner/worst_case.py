@@ -9,7 +9,13 @@ from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput, SlidingTable
+from decoder_svc.scheduling.scheduler_output import (
+    AdmittedRequest,
+    ScheduledChunk,
+    SchedulerOutput,
+    SlidingTable,
+    StateUse,
+)
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
 from lookonce.families.base import Mask
@@ -49,15 +55,22 @@ def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
 
 
 def worst_case_step(
-    worst: WorstCase, block_size: int, window: int | None = None, mask: Mask = Mask.CAUSAL
+    worst: WorstCase,
+    block_size: int,
+    window: int | None = None,
+    mask: Mask = Mask.CAUSAL,
+    *,
+    has_states: bool = False,
 ) -> SchedulerOutput:
     """Returns a step in which one request computes the end of the longest context, with images, and the others decode.
 
     `window` is the window of the model's sliding group, None without one. `mask` is the family's: tokens that see later
     ones take memory for their masks, and kernels of their own, which are compiled here and not while serving.
+    `has_states` says whether the model has recurrent layers; then there are no drafts.
     """
     num_others = min(worst.num_requests, worst.num_tokens) - 1
     num_drafts = min(worst.num_draft_tokens, (worst.num_tokens - 1) // num_others - 1) if num_others else 0
+    num_drafts = 0 if has_states else num_drafts
     num_tokens = min(worst.num_tokens - num_others * (1 + num_drafts), worst.context_tokens)
     # A prompt whose tokens all see each other is never split, so it is computed from its first token on.
     context_tokens = num_tokens if mask is Mask.PROMPT else worst.context_tokens
@@ -68,6 +81,8 @@ def worst_case_step(
     others = [_admitted(f"other-{index}", 1, (), num_drafts) for index in range(num_others)]
     parts = [(longest, start, num_tokens, 0), *((other, 0, 1 + num_drafts, num_drafts) for other in others)]
     chunks = tuple(_chunk(*part, block_size, window) for part in parts)
+    if has_states:
+        chunks = tuple(replace(chunk, states=StateUse(slot, None, ())) for slot, chunk in enumerate(chunks))
     return SchedulerOutput((longest, *others), chunks, (), (), ())
 
 

@@ -135,9 +135,12 @@ class Scheduler:
         return step.output(released, self.encoder_cache.take_evicted(), self._row_demand.fetches)
 
     def may_run_ahead(self, output: SchedulerOutput) -> bool:
-        """Whether the next step can be scheduled before this one's tokens are known: drafts and grammars need them."""
+        """Whether the next step can be scheduled before this one's tokens are known.
+
+        Drafts and grammars need them. A recurrent layer's state must never see a token that turns out to be another.
+        """
         sampling = [chunk.request_id for chunk in output.chunks if chunk.samples]
-        if self.limits.speculation.max_draft_tokens > 0:
+        if self.limits.speculation.max_draft_tokens > 0 or self.kv_cache.has_states:
             return not sampling
         live = (self._requests.get(request_id) for request_id in sampling)
         return all(request is None or request.constraint is None for request in live)
@@ -303,6 +306,9 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
                 step.expired.append(request.request_id)
                 continue
+            has_place = len(self._running) < self.limits.max_num_seqs
+            if has_place and self.kv_cache.finds_more_next_step(request, hit):
+                continue
             num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
             may_start = not is_head_waiting or self._row_demand.has_asked_for_all(request, hit.num_tokens)
             is_head_waiting |= num_tokens == 0 and self._waiting.is_head(request)
@@ -368,8 +374,19 @@ class Scheduler:
         write_start = max(start, request.num_shared_tokens)
         block_start, block_ids = self.kv_cache.take_table_changes(request.request_id)
         sliding = self.kv_cache.take_sliding_changes(request.request_id)
+        states = self.kv_cache.take_state_use(request, num_tokens)
         step.add(
-            ScheduledChunk(request.request_id, start, num_tokens, write_start, block_start, block_ids, samples, sliding)
+            ScheduledChunk(
+                request.request_id,
+                start,
+                num_tokens,
+                write_start,
+                block_start,
+                block_ids,
+                samples,
+                sliding,
+                states=states,
+            )
         )
         self.kv_cache.publish(request, start + num_tokens)
 

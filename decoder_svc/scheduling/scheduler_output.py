@@ -60,6 +60,18 @@ class SlidingTable:
 
 
 @dataclass(frozen=True, slots=True)
+class StateUse:
+    """The states of the recurrent layers that a chunk reads and writes."""
+
+    # The request's own state: the chunk continues it and leaves the state behind its last token there.
+    slot: int
+    # The chunk continues this snapshot instead. None: it continues its own state, or zeros at the first token.
+    loaded: int | None
+    # (number of tokens, snapshot): copies of the state behind the request's first tokens, in ascending order.
+    taken: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """The tokens [start, start + num_tokens) of one request, to be computed in this step."""
 
@@ -80,6 +92,8 @@ class ScheduledChunk:
     # Draft tokens at the chunk's end. The runner samples after the last known token and after each draft token, and
     # stops at the first sample that differs from its draft.
     draft_ids: tuple[int, ...] = ()
+    # None: the model has no recurrent layers.
+    states: StateUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

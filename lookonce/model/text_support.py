@@ -1,8 +1,8 @@
 """Decides from the configuration, before any weight is read, whether a text model can be served exactly.
 
-The decoder flattens many requests into one row and replaces attention. A layer that keeps state other than keys and
-values, or whose results depend on the rest of the batch, would give other tokens than `generate`. A model with such a
-layer is refused.
+The decoder flattens many requests into one row and replaces attention. A layer that keeps an unknown kind of state, or
+whose results depend on the rest of the batch, would give other tokens than `generate`. A model with such a layer is
+refused. Known kinds are keys and values, and the state of a gated delta net (docs/adr/0041).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 from lookonce.families.base import Mask
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+# Layers with a state instead of keys and values, and the text models whose layers of that type are served.
+_RECURRENT_TYPE = "linear_attention"
+_RECURRENT_MODEL_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 # Rope types whose rotary frequencies do not depend on the batch.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _BATCH_ROPE_TYPES = frozenset({"dynamic", "longrope"})
@@ -75,7 +78,11 @@ def _unserved_field(_config: Any, text: Any) -> str | None:
 
 def _layers(_config: Any, text: Any) -> str | None:
     layer_types = getattr(text, "layer_types", None) or ()
+    if _RECURRENT_TYPE in layer_types and "sliding_attention" in layer_types:
+        return f"layers with a sliding window beside recurrent layers, which are not served together; {_ADVICE}"
     for layer, layer_type in enumerate(layer_types):
+        if layer_type == _RECURRENT_TYPE and text.model_type in _RECURRENT_MODEL_TYPES:
+            continue
         if layer_type not in _LAYER_TYPES:
             served = " and ".join(_LAYER_TYPES)
             return f"a layer of type {layer_type!r} (layer {layer}), but only {served} are served; {_ADVICE}"

@@ -50,7 +50,7 @@ from tests.parity.offline import Question
 
 BLOCK_SIZE = 8
 MAX_NEW_TOKENS = 8
-# Length of the long answer that families with a sliding window are asked for.
+# Length of the long answer that families with a sliding window or recurrent layers are asked for.
 NUM_LONG_ANSWER_TOKENS = 64
 # The last image is so elongated that every family resizes it to an unusual size.
 SIZES = [(80, 60), (56, 140), (112, 112), (300, 40)]
@@ -71,7 +71,7 @@ class Conformance:
     adapter: VisionAdapter
     # Prompt ids of each question from the family's own processor.
     reference_ids: list[list[int]]
-    # A question whose answer is many times longer than the window; None without a window.
+    # A question whose answer is many times longer than the window; None without a window and recurrent layers.
     long_question: Question | None
     builder: PromptBuilder
     # Width and height of each question's images.
@@ -117,7 +117,7 @@ def build(family: ModuleType, folder: pathlib.Path, num_prompts: int = _NUM_PROM
     config = RunnerConfig(folder, torch.float32, block_size=BLOCK_SIZE, num_threads=1)
     runner = CPUModelRunner(config, maker.text.family)
     long_question = None
-    if runner.get_kv_cache_spec().window is not None:
+    if runner.get_kv_cache_spec().window is not None or runner.recurrent is not None:
         parts = _parts([tiny_models.random_image(3, *SIZES[0])], rng)
         long_question, _ = maker.question(parts, NUM_LONG_ANSWER_TOKENS)
     model = offline.OfflineModel(runner, questions, maker.rows, maker.end_token_ids)

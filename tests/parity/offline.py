@@ -18,6 +18,7 @@ from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_cache.kv_pool_size import sliding_group_size
+from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
@@ -157,8 +158,13 @@ class Session:
         deterministic: bool = False,
         store: EmbeddingStore | None = None,
         speculation: SpeculationLimits = NO_SPECULATION,
+        num_snapshots: int = 600,
+        snapshot_interval: int = 1,
     ) -> None:
-        """With a `store` every row is read from it, and must be in it."""
+        """With a `store` every row is read from it, and must be in it.
+
+        `num_snapshots` and `snapshot_interval` (in blocks) are for models with recurrent layers.
+        """
         self.model = model
         self._store = store
         block_size = model.runner.config.block_size
@@ -175,7 +181,15 @@ class Session:
                 max_num_batched_tokens=max_num_batched_tokens,
             )
         )
-        model.runner.initialize_kv_cache(num_blocks, 0 if sliding is None else sliding.num_blocks)
+        states = None
+        if model.runner.recurrent is not None:
+            model.runner.config = replace(model.runner.config, max_num_seqs=max_num_seqs)
+            states = StateGroupSize(max_num_seqs, num_snapshots, snapshot_interval)
+        model.runner.initialize_kv_cache(
+            num_blocks,
+            0 if sliding is None else sliding.num_blocks,
+            0 if states is None else states.num_snapshots,
+        )
         # The largest image must fit, as in a decoder.
         cache_rows = max([cache_rows, *map(len, model.rows.values())])
         # Sessions share the runner but not their rows.
@@ -184,7 +198,7 @@ class Session:
             SchedulerLimits(
                 max_num_batched_tokens, max_num_seqs, 4000, cache_rows, deterministic, speculation=speculation
             ),
-            KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding),
+            KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding, states=states),
             EncoderCacheManager(cache_rows),
         )
         self.steps: list[SchedulerOutput] = []

@@ -26,6 +26,8 @@ from tests.tiny_families import FAMILIES
 SMALL_STEP = 23
 # Families with sliding-window layers.
 WINDOWED = ("aya_vision", "exaone4_5", "gemma3", "paligemma2")
+# Families with recurrent layers, which test_recurrent_states.py looks at.
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -152,8 +154,10 @@ def test_bfloat16_answers_are_within_its_precision(
     assert sum(is_equal) > len(prompts) * 2 // 3
 
 
-def test_families_with_a_window_are_those_tested_below(family: families.Conformance) -> None:
-    assert (family.long_question is not None) == (family.name in WINDOWED)
+def test_families_with_a_window_or_states_are_those_tested(family: families.Conformance) -> None:
+    runner = family.offline.runner
+    assert (runner.get_kv_cache_spec().window is not None) == (family.name in WINDOWED)
+    assert (runner.recurrent is not None) == (family.name in RECURRENT)
 
 
 @pytest.mark.parametrize("name", WINDOWED)

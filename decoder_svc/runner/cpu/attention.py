@@ -116,7 +116,7 @@ class NativeBackend:
         )
 
         def pool(layer: int) -> Tensor:
-            blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
+            blocks = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks)
             return pool_zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), spec.dtype)
 
         self._tensors = []

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 class CPUModelRunner(ModelRunnerBase):
     """Runs steps on the CPUs that this process may use."""
 
+    serves_recurrent_layers = True
+
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
         num_threads = self.config.num_threads or len(os.sched_getaffinity(0))

@@ -10,7 +10,8 @@ A shared block is never written. If a prompt is cached up to its last token, tha
 logits, but its keys and values are not stored (`ScheduledChunk.write_start`): the shared block has them.
 
 Layers with a sliding window form a group of their own (kv_group.py), which releases blocks outside the window. A prefix
-counts as cached only if both groups have all blocks that the next token attends to.
+counts as cached only if both groups have all blocks that the next token attends to. Recurrent layers have states
+instead of blocks (state_group.py): a prefix counts as cached up to the last block behind which there is a snapshot.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from itertools import chain
 from decoder_svc.scheduling.kv_cache.block_hash import BlockHasher
 from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
 from decoder_svc.scheduling.kv_cache.kv_group import KVGroup, SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.state_group import StateGroup, StateGroupSize
 from decoder_svc.scheduling.request import Request, RequestId
-from decoder_svc.scheduling.scheduler_output import SlidingTable
+from decoder_svc.scheduling.scheduler_output import SlidingTable, StateUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class PrefixHit:
     num_tokens: int
     # Blocks of the sliding group: the last ones of the same prefix, as far back as the next token's window reaches.
     sliding_block_ids: tuple[int, ...] = ()
+    # The state behind the prefix; None: the model has no recurrent layers.
+    snapshot: int | None = None
 
 
 NO_HIT = PrefixHit((), 0)
@@ -60,6 +64,7 @@ class KVCacheManager:
         is_shared: bool = True,
         deterministic: bool = False,
         sliding: SlidingGroupSize | None = None,
+        states: StateGroupSize | None = None,
     ) -> None:
         """Creates empty tables and pools.
 
@@ -69,6 +74,7 @@ class KVCacheManager:
             is_shared: False disables the prefix cache: nothing is hashed, published or found.
             deterministic: Shares only whole blocks of prompts, which are computed block by block.
             sliding: Size of the sliding-window group; None: the model has none.
+            states: Size of the group of recurrent layers; None: the model has none. No model has both groups.
         """
         self.block_size = block_size
         self.hasher = BlockHasher(block_size, deployment)
@@ -80,6 +86,8 @@ class KVCacheManager:
         self.pool = self._full.pool
         self._sliding = None if sliding is None else _sliding_group(sliding, block_size)
         self._groups = [self._full] if self._sliding is None else [self._full, self._sliding]
+        assert sliding is None or states is None, "a model with sliding windows and recurrent layers"
+        self._states = None if states is None else StateGroup(states, block_size)
         # Number of blocks at the start of each table that were found in the cache or have been published.
         self._num_published: dict[RequestId, int] = {}
 
@@ -87,6 +95,16 @@ class KVCacheManager:
     def sliding_pool(self) -> BlockPool | None:
         """The pool of the sliding-window group; None if the model has none."""
         return None if self._sliding is None else self._sliding.pool
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers. Their states cannot go back to an earlier token."""
+        return self._states is not None
+
+    @property
+    def snapshot_pool(self) -> BlockPool | None:
+        """The pool of snapshots of recurrent layers; None if the model has none."""
+        return None if self._states is None else self._states.pool
 
     @property
     def max_tokens(self) -> int:
@@ -101,13 +119,25 @@ class KVCacheManager:
     @property
     def version(self) -> int:
         """A number that changes whenever `find_prefix` may return something else."""
-        return self.pool.version + (0 if self._sliding is None else self._sliding.pool.version)
+        pools = (self.pool, self.sliding_pool, self.snapshot_pool)
+        return sum(pool.version for pool in pools if pool is not None)
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """Returns the longest cached prefix of a request that has no blocks yet."""
         if not self._may_share(request):
             return NO_HIT
         return self._find_from(request, 0)
+
+    def finds_more_next_step(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the step in progress takes a snapshot with which the request's hit will be longer in the next step.
+
+        Equal prompts that arrive together, such as several answers to one, are then computed once.
+        """
+        if self._states is None or not self._may_share(request):
+            return False
+        self.hasher.extend(request)
+        most = (request.num_tokens - 1) // self.block_size
+        return self._states.takes_any(request.block_hashes[len(hit.block_ids) : most])
 
     def may_find_more(self, request: Request) -> bool:
         """Whether at least one whole block of the request's known tokens is uncomputed; False while it decodes."""
@@ -132,6 +162,9 @@ class KVCacheManager:
         if self._sliding is not None:
             self._sliding.adopt(request.request_id, index, hit.sliding_block_ids, stop)
             self._release_unseen(self._sliding, request, hit.num_tokens)
+        if self._states is not None:
+            assert hit.snapshot is not None, "a hit without a snapshot"
+            self._states.adopt(request.request_id, hit.snapshot)
         self._num_published[request.request_id] = stop
 
     def num_blocks_for_admission(self, request: Request, hit: PrefixHit) -> int:
@@ -139,8 +172,10 @@ class KVCacheManager:
         return self._full.num_blocks_for_admission(self._num_new_blocks(request, hit), hit.block_ids)
 
     def can_admit(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the free blocks suffice for all known tokens of the request."""
+        """Whether the free blocks suffice for all known tokens of the request, and a state is free if it needs one."""
         if self.num_blocks_for_admission(request, hit) > self.pool.num_free_blocks:
+            return False
+        if self._states is not None and not self._states.has_free_slot:
             return False
         if self._sliding is None:
             return True
@@ -153,6 +188,8 @@ class KVCacheManager:
         self._full.admit(request.request_id, hit.block_ids, num_blocks)
         if self._sliding is not None:
             self._sliding.admit(request.request_id, hit.sliding_block_ids, num_blocks)
+        if self._states is not None:
+            self._states.admit(request.request_id, hit.snapshot)
         self._num_published[request.request_id] = num_blocks
         self._count(request, hit)
 
@@ -177,7 +214,12 @@ class KVCacheManager:
                 group.extend(request.request_id, num_missing)
 
     def num_spare_tokens(self, request: Request, start: int, num_tokens: int) -> int:
-        """Returns how many of `num_tokens` tokens from `start` on fit without evicting a cached block."""
+        """Returns how many of `num_tokens` draft tokens from `start` on fit without evicting a cached block.
+
+        None fit in a model with recurrent layers: a rejected draft would stay in its state.
+        """
+        if self._states is not None:
+            return 0
         num_blocks = len(self._full.tables[request.request_id].blocks)
         num_missing = -(-(start + num_tokens) // self.block_size) - num_blocks
         if num_missing <= 0:
@@ -207,15 +249,33 @@ class KVCacheManager:
         start, block_ids = self._sliding.take_changes(request_id)
         return SlidingTable(self._sliding.tables[request_id].first, start, block_ids)
 
+    def take_state_use(self, request: Request, num_new_tokens: int) -> StateUse | None:
+        """Returns the states that a chunk of the next `num_new_tokens` tokens uses; None without recurrent layers.
+
+        Call it once for each scheduled chunk: it allocates the snapshots that the chunk takes.
+        """
+        if self._states is None:
+            return None
+        start = request.num_computed_tokens
+        max_snapshot = 0
+        if self._may_publish(request):
+            self.hasher.extend(request)
+            max_snapshot = self._num_publishable(request, len(request.token_ids))
+        return self._states.take_use(request, start, start + num_new_tokens, max_snapshot=max_snapshot)
+
     def begin_step(self) -> None:
         """Starts a step. Blocks published from now on can be withdrawn until `end_step`."""
         for group in self._groups:
             group.unproven.append([])
+        if self._states is not None:
+            self._states.begin_step()
 
     def end_step(self) -> None:
         """Ends the oldest step without an end: its blocks are computed."""
         for group in self._groups:
             del group.unproven[:1]
+        if self._states is not None:
+            self._states.end_step()
 
     def publish(self, request: Request, num_tokens: int, *, is_computed: bool = False) -> None:
         """Makes the full blocks of the first `num_tokens` tokens, as far as they are known, findable for others.
@@ -223,12 +283,9 @@ class KVCacheManager:
         Call it when these tokens are scheduled in the step that began last, or with `is_computed` when they are
         computed.
         """
-        if not self._may_share(request) or request.is_private:
+        if not self._may_publish(request):
             return
-        num_tokens = min(num_tokens, len(request.token_ids))
-        if self._deterministic:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        num_full = num_tokens // self.block_size
+        num_full = self._num_publishable(request, num_tokens) // self.block_size
         num_published = self._num_published[request.request_id]
         if num_published >= num_full:
             return
@@ -248,6 +305,8 @@ class KVCacheManager:
         for group in self._groups:
             group.pool.withdraw(chain(*group.unproven))
             group.unproven.clear()
+        if self._states is not None:
+            self._states.withdraw_steps()
 
     def num_shared_tokens(self, request_id: RequestId) -> int:
         """Returns how many tokens at the request's start are in published blocks, which must not be written."""
@@ -267,12 +326,16 @@ class KVCacheManager:
         """Releases all blocks of a request, which may have none."""
         for group in self._groups:
             group.free(request_id)
+        if self._states is not None:
+            self._states.free(request_id)
         self._num_published.pop(request_id, None)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Running requests continue and publish the blocks that they compute from now on."""
         for group in self._groups:
             group.pool.reset()
+        if self._states is not None:
+            self._states.reset()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if tables and pools disagree."""
@@ -281,9 +344,20 @@ class KVCacheManager:
             assert group.tables.keys() == self._full.tables.keys(), "a request is in one group only"
             for request_id, table in group.tables.items():
                 assert table.stop == len(self._full.tables[request_id].blocks), "one group's table is shorter"
+        if self._states is not None:
+            self._states.check_integrity()
+            assert self._states.requests == self._full.tables.keys(), "a request has blocks or a state only"
 
     def _may_share(self, request: Request) -> bool:
         return self._is_shared and not request.cache_scope.bypass
+
+    def _may_publish(self, request: Request) -> bool:
+        return self._may_share(request) and not request.is_private
+
+    def _num_publishable(self, request: Request, num_tokens: int) -> int:
+        """Returns how many of the request's first `num_tokens` tokens are known and may be shared."""
+        num_tokens = min(num_tokens, len(request.token_ids))
+        return min(num_tokens, request.num_prompt_tokens) if self._deterministic else num_tokens
 
     def _num_new_blocks(self, request: Request, hit: PrefixHit) -> int:
         return -(-request.num_tokens // self.block_size) - len(hit.block_ids)
@@ -299,12 +373,17 @@ class KVCacheManager:
         if self._deterministic and stop * self.block_size == request.num_tokens:
             stop -= 1
         sliding_blocks: list[int] = []
+        snapshot: int | None = None
+        if self._states is not None:
+            # At least one token is computed, and a state cannot go back by one token.
+            most = (request.num_tokens - 1) // self.block_size
+            stop, snapshot = self._states.find_last(request.block_hashes, index, min(stop, most))
         if self._sliding is not None:
             stop, sliding_blocks = self._find_sliding(self._sliding, request, index, stop)
         if stop <= index:
             return NO_HIT
         num_tokens = self._num_hit_tokens(request, stop)
-        return PrefixHit(tuple(blocks[: stop - index]), num_tokens, tuple(sliding_blocks))
+        return PrefixHit(tuple(blocks[: stop - index]), num_tokens, tuple(sliding_blocks), snapshot)
 
     def _find_sliding(self, sliding: KVGroup, request: Request, index: int, stop: int) -> tuple[int, list[int]]:
         """Returns the last usable end of a hit, at most `stop`, and the sliding group's blocks for it.

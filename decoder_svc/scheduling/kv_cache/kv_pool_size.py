@@ -1,7 +1,8 @@
 """The size of the KV pools: as configured, else a share of the memory that is free during the heaviest step.
 
 The configured number is that of the full-attention group. The sliding-window group gets as many blocks as all running
-requests can hold at once, but never more than the full group, so it is never the bottleneck.
+requests can hold at once, but never more than the full group, so it is never the bottleneck. Snapshots of recurrent
+layers take their part of the memory first.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ import logging
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from lookonce.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 _MIN_BLOCKS = 2
+
+# Tokens between two snapshots of recurrent layers. A cached prefix is computed again from the last snapshot on, so this
+# bounds what is computed twice; it is a small part of a usual step.
+_SNAPSHOT_INTERVAL_TOKENS = 256
+# Most snapshots for each request that may run, and the largest part of the pools' memory that snapshots take. A state
+# is as large as the keys and values of a thousand tokens or more, so few of them are worth more than the blocks.
+_MAX_SNAPSHOTS_PER_REQUEST = 4
+_SNAPSHOT_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +47,20 @@ class BlockBytes:
     sliding_bytes: int = 0
     # Most blocks that the sliding group can use.
     max_sliding_blocks: int = 0
+    # Bytes of all snapshots of recurrent layers; 0 if the model has no such layers.
+    snapshot_bytes: int = 0
 
     def pool_bytes(self, num_blocks: int) -> int:
-        """Returns the memory of both pools if the full group has `num_blocks` blocks."""
-        return num_blocks * self.full_bytes + min(num_blocks, self.max_sliding_blocks) * self.sliding_bytes
+        """Returns the memory of all pools if the full group has `num_blocks` blocks."""
+        return (
+            self.snapshot_bytes
+            + num_blocks * self.full_bytes
+            + min(num_blocks, self.max_sliding_blocks) * self.sliding_bytes
+        )
 
     def num_blocks_in(self, num_bytes: int) -> int:
-        """Returns the largest number of blocks of the full group for which both pools fit into `num_bytes`."""
+        """Returns the largest number of blocks of the full group for which all pools fit into `num_bytes`."""
+        num_bytes = max(0, num_bytes - self.snapshot_bytes)
         num_blocks = num_bytes // (self.full_bytes + self.sliding_bytes)
         if num_blocks < self.max_sliding_blocks:
             return num_blocks
@@ -59,6 +76,17 @@ def sliding_group_size(
     """
     per_request = -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
     return SlidingGroupSize(window, min(num_blocks, max_num_seqs * per_request), per_request)
+
+
+def num_state_snapshots(wish: KVPoolConfig, state_bytes: int, *, free_bytes: int, max_num_seqs: int) -> int:
+    """Returns the number of snapshots of recurrent layers, whose state takes `state_bytes` for each request."""
+    pool_bytes = int(free_bytes * wish.memory_share) if wish.memory_bytes is None else wish.memory_bytes
+    return max(1, min(_MAX_SNAPSHOTS_PER_REQUEST * max_num_seqs, pool_bytes // _SNAPSHOT_PART // state_bytes))
+
+
+def state_group_size(num_snapshots: int, *, block_size: int, max_num_seqs: int) -> StateGroupSize:
+    """Returns the size of the group of recurrent layers."""
+    return StateGroupSize(max_num_seqs, num_snapshots, max(1, _SNAPSHOT_INTERVAL_TOKENS // block_size))
 
 
 def num_kv_blocks(wish: KVPoolConfig, costs: BlockBytes, *, free_bytes: int, max_useful_blocks: int) -> int:

@@ -11,6 +11,8 @@ from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
 from lookonce.families.base import Mask
+from tests.decoder_svc.scheduling.oracle_states import States
+from tests.decoder_svc.scheduling.truth import truth
 
 REJECTED = "rejected"
 
@@ -85,6 +87,7 @@ class Oracle:
         self._sliding: Layers | None = None
         if kv_cache.sliding_pool is not None:
             self._sliding = Layers(kv_cache.sliding_pool, kv_cache.block_size)
+        self.states = States() if kv_cache.has_states else None
         self._layers = [layers for layers in (self._full, self._sliding) if layers is not None]
         self._computed: dict[RequestId, int] = {}
         # The tokens of each request that the runner has: it knows a sampled token before the scheduler does.
@@ -97,6 +100,7 @@ class Oracle:
         """Computes a step; raises AssertionError where a token would be computed from anything but its own context."""
         self._receive(output)
         self._write(output)
+        self._advance_states(output)
         for chunk in output.chunks:
             self._read(chunk)
         return [token for chunk in output.chunks for token in self._sample(chunk)]
@@ -171,6 +175,8 @@ class Oracle:
         for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
             for layers in self._layers:
                 layers.spoil(chunk.request_id, token)
+        if self.states is not None:
+            self.states.spoil(chunk)
 
     def arrive(self, key: ContentKey, rows: RowRange, num_encoded_rows: int = 0) -> None:
         """Rows are on the device; an encoder computed `num_encoded_rows` of the image for them."""
@@ -192,6 +198,13 @@ class Oracle:
             for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
                 for layers in self._layers:
                     layers.write(request, token, truth(request, token_ids, token))
+
+    def _advance_states(self, output: SchedulerOutput) -> None:
+        assert all((chunk.states is None) == (self.states is None) for chunk in output.chunks)
+        if self.states is not None:
+            self.states.check(output)
+            for chunk in output.chunks:
+                self.states.compute(self._target.request(chunk.request_id), chunk, self._token_ids[chunk.request_id])
 
     def _read(self, chunk: ScheduledChunk) -> None:
         request = self._target.request(chunk.request_id)
@@ -229,20 +242,3 @@ def seen_in_window(request: Request, start: int, stop: int, window: int) -> set[
             for other in range(max(span.offset, token - window + 1), span.stop)
         }
     return seen
-
-
-def truth(request: Request, token_ids: Sequence[int], token: int) -> Hashable:
-    """Everything that the keys and values of a token depend on: what is before it, and what it sees behind it.
-
-    `token_ids` are the request's, and what was guessed to follow.
-    """
-    stop = token + 1
-    for span in request.prompt.mutual_spans:
-        if span.offset <= token < span.stop:
-            stop = span.stop
-    return (
-        request.cache_scope.salt,
-        request.cache_scope.adapter,
-        tuple(token_ids[:stop]),
-        tuple((item.key.value, item.span.offset) for item in request.prompt.images if item.span.offset < stop),
-    )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request, RequestId
 from decoder_svc.scheduling.row_range import RowRange
@@ -91,6 +92,7 @@ def scheduler(
     min_tokens_before_missing_row: int = 1,
     overlap_encode: bool = True,
     sliding: SlidingGroupSize | None = None,
+    states: StateGroupSize | None = None,
     speculation: SpeculationLimits = NO_SPECULATION,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Scheduler:
@@ -106,7 +108,7 @@ def scheduler(
             overlap_encode,
             speculation=speculation,
         ),
-        KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding),
+        KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding, states=states),
         EncoderCacheManager(cache_rows),
         clock=clock,
     )

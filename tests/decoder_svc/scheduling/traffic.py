@@ -1,6 +1,7 @@
 """Random traffic against a scheduler, with an oracle that knows what every KV slot must hold. No model, no tensors.
 
-A model with a sliding window has two kinds of layers, so each token has two slots, and the oracle checks both.
+A model with a sliding window has two kinds of layers, so each token has two slots, and the oracle checks both. A model
+with recurrent layers has a state for each running request, and snapshots of states.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import CacheScope, Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
@@ -25,6 +27,8 @@ CACHE_ROWS = 12
 SIZES = {Mask.CAUSAL: (10, 9), Mask.IMAGE: (10, 9), Mask.PROMPT: (6, 16)}
 # Blocks of layers with a window, in all and for one request: of four tokens each, for a window of six and such a step.
 SLIDING_SIZES = {Mask.CAUSAL: (6, 5), Mask.IMAGE: (6, 5), Mask.PROMPT: (6, 6)}
+# Requests that run at the same time.
+MAX_NUM_SEQS = 4
 # Mask and whether answers are deterministic, which is not offered where an image cannot be cut.
 MODES = [(Mask.CAUSAL, False), (Mask.CAUSAL, True), (Mask.IMAGE, False), (Mask.PROMPT, False)]
 
@@ -63,6 +67,7 @@ class Traffic:
         mask: Mask = Mask.CAUSAL,
         speculation: SpeculationLimits = NO_SPECULATION,
         overlaps: bool = False,
+        states: StateGroupSize | None = None,
     ) -> None:
         """`window`: sliding window of some layers, at most 6; None: no layer has one.
 
@@ -78,12 +83,13 @@ class Traffic:
             token_budget=token_budget,
             num_blocks=self._num_blocks,
             cache_rows=CACHE_ROWS,
-            max_num_seqs=4,
+            max_num_seqs=MAX_NUM_SEQS,
             rows_asked=CACHE_ROWS,
             deterministic=deterministic,
             min_tokens_before_missing_row=4 if seed % 4 == 3 else 1,
             overlap_encode=seed % 5 != 4,
             sliding=None if window is None else SlidingGroupSize(window, *SLIDING_SIZES[mask]),
+            states=states,
             speculation=speculation,
         )
         self._overlaps = overlaps
@@ -136,6 +142,11 @@ class Traffic:
         assert self.target.kv_cache.pool.num_free_blocks == self._num_blocks
         sliding_pool = self.target.kv_cache.sliding_pool
         assert sliding_pool is None or sliding_pool.num_free_blocks == SLIDING_SIZES[self._mask][0]
+        snapshots = self.target.kv_cache.snapshot_pool
+        if snapshots is not None:
+            # The next step lets go of the snapshots of this one.
+            self.target.kv_cache.begin_step()
+            assert snapshots.usage == 0, "a snapshot is held for nobody"
         for one in self.requests:
             self._check_answer(one)
             self._check_usage(one)

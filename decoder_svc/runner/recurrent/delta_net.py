@@ -1,0 +1,178 @@
+"""Gated delta net layers (arXiv:2412.06464) on the sequences of a step, in place of the modules' own `forward`.
+
+Projections run on all tokens of the step at once. Chunks of prompts then run one by one through transformers' chunked
+form, and single tokens all together through its recurrent form, each from its own state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from decoder_svc.runner.attention import AttentionMetadata, current_step
+from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape
+from decoder_svc.scheduling.scheduler_output import StateUse
+
+LAYER_TYPE = "linear_attention"
+# The name of the module in a layer.
+_CHILD = "linear_attn"
+
+
+def recurrent_layers(text: Any) -> frozenset[int]:
+    """Returns the recurrent layers of a text configuration."""
+    types = getattr(text, "layer_types", None) or ()
+    return frozenset(layer for layer, kind in enumerate(types) if kind == LAYER_TYPE)
+
+
+class RecurrentLayers:
+    """The recurrent layers of a model, which compute steps from the states in their pools."""
+
+    def __init__(self, text_model: Any, dtype: torch.dtype) -> None:
+        """Replaces the `forward` of the layers' modules in place."""
+        self._pools: Mapping[int, StatePool] = {
+            layer: _install(getattr(text_model.layers[layer], _CHILD), dtype)
+            for layer in sorted(recurrent_layers(text_model.config))
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state in all layers."""
+        return sum(pool.shape.num_bytes for pool in self._pools.values())
+
+    def allocate(self, num_slots: int, num_snapshots: int, device: torch.device) -> None:
+        """Allocates the states of all layers."""
+        for pool in self._pools.values():
+            pool.allocate(num_slots, num_snapshots, device)
+
+
+def _install(module: Any, dtype: torch.dtype) -> StatePool:
+    shape = StateShape(
+        matrix=(module.num_v_heads, module.head_k_dim, module.head_v_dim),
+        window=(module.conv_dim, module.conv_kernel_size - 1),
+        dtype=dtype,
+    )
+    pool = StatePool(shape)
+    module.forward = _DeltaNet(module, pool)
+    return pool
+
+
+class _DeltaNet:
+    """The `forward` of one layer's module."""
+
+    def __init__(self, module: Any, pool: StatePool) -> None:
+        self._module = module
+        self._pool = pool
+        home = sys.modules[type(module).__module__]
+        # Without the kernels of other packages, which transformers would use if they are installed.
+        self._chunked: Callable[..., Any] = inspect.unwrap(home.torch_chunk_gated_delta_rule)
+        self._recurrent: Callable[..., Any] = inspect.unwrap(home.torch_recurrent_gated_delta_rule)
+
+    def __call__(self, hidden_states: Tensor, **_arguments: Any) -> Tensor:
+        """Takes and returns `[1, num_tokens, hidden_size]`."""
+        module = self._module
+        _, metadata = current_step()
+        mixed = module.in_proj_qkv(hidden_states)[0]
+        gate = module.in_proj_z(hidden_states)[0].unflatten(-1, (-1, module.head_v_dim))
+        beta = module.in_proj_b(hidden_states)[0].sigmoid()
+        decay = -module.A_log.float().exp() * F.softplus(module.in_proj_a(hidden_states)[0].float() + module.dt_bias)
+        attended = torch.empty_like(gate)
+        self._single_tokens(metadata, mixed, beta, decay, attended)
+        self._chunks(metadata, mixed, beta, decay, attended)
+        normed = module.norm(attended.flatten(0, 1), gate.flatten(0, 1))
+        output: Tensor = module.out_proj(normed.view(1, len(mixed), -1))
+        return output
+
+    def _single_tokens(
+        self, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor, attended: Tensor
+    ) -> None:
+        """Computes all sequences with one new token in a step."""
+        rows, uses, starts, begin = [], [], [], 0
+        for use, length, kv_len in zip(metadata.states, metadata.query_lens, metadata.kv_lens, strict=True):
+            if length == 1:
+                rows.append(begin)
+                uses.append(use)
+                starts.append(kv_len - 1)
+            begin += length
+        if not rows:
+            return
+        tokens = torch.tensor(rows, device=mixed.device)
+        state = self._pool.read(uses, starts)
+        inputs = torch.cat([state.windows, mixed[tokens, :, None]], dim=-1)
+        # Summed up here: the result of PyTorch's convolution may depend on the number of sequences.
+        products = inputs.float() * self._module.conv1d.weight[:, 0].float()
+        convolved = products.sum(-1).to(mixed.dtype)
+        output, matrices = self._rule(
+            self._recurrent, convolved[:, None], beta[tokens, None], decay[tokens, None], state.matrices
+        )
+        attended[tokens] = output[:, 0]
+        after = LayerState(matrices, inputs[:, :, 1:])
+        self._pool.write(uses, after)
+        for index, use in enumerate(uses):
+            for _, snapshot in use.taken:
+                self._pool.write_snapshot(snapshot, _one(after, index))
+
+    def _chunks(
+        self, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor, attended: Tensor
+    ) -> None:
+        """Computes the sequences with several new tokens, one by one."""
+        begin = 0
+        for use, length, kv_len in zip(metadata.states, metadata.query_lens, metadata.kv_lens, strict=True):
+            if length > 1:
+                part = slice(begin, begin + length)
+                attended[part] = self._chunk(use, kv_len - length, mixed[part], beta[part], decay[part])
+            begin += length
+
+    def _chunk(self, use: StateUse, start: int, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+        """Computes one sequence, piece by piece up to each snapshot; returns `[num_tokens, heads, value_dim]`."""
+        state = self._pool.read([use], [start])
+        weight = self._module.conv1d.weight
+        # [1, channels, kernel_size - 1 + num_tokens]
+        inputs = torch.cat([state.windows, mixed.T[None]], dim=-1)
+        convolved = F.conv1d(inputs, weight, groups=len(weight))[0].T
+        num_kept = state.windows.shape[-1]
+        snapshots = {num_tokens - start: snapshot for num_tokens, snapshot in use.taken}
+        stops = sorted({*snapshots, len(mixed)})
+        outputs = []
+        for first, stop in zip((0, *stops), stops, strict=False):
+            piece = slice(first, stop)
+            rule = self._recurrent if stop - first == 1 else self._chunked
+            output, matrices = self._rule(
+                rule, convolved[None, piece], beta[None, piece], decay[None, piece], state.matrices
+            )
+            outputs.append(output[0])
+            state = LayerState(matrices, inputs[:, :, stop : stop + num_kept])
+            if stop in snapshots:
+                self._pool.write_snapshot(snapshots[stop], state)
+        self._pool.write([use], state)
+        return torch.cat(outputs)
+
+    def _rule(
+        self, rule: Callable[..., Any], convolved: Tensor, beta: Tensor, decay: Tensor, matrices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Applies a form of the gated delta rule to `[num_sequences, num_tokens, channels]`, from states."""
+        module = self._module
+        sizes = (module.key_dim, module.key_dim, module.value_dim)
+        query, key, value = ACT2FN[module.activation](convolved).split(sizes, dim=-1)
+        output, after = rule(
+            query.unflatten(-1, (-1, module.head_k_dim)),
+            key.unflatten(-1, (-1, module.head_k_dim)),
+            value.unflatten(-1, (-1, module.head_v_dim)),
+            g=decay,
+            beta=beta,
+            initial_state=matrices,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return output, after
+
+
+def _one(state: LayerState, index: int) -> LayerState:
+    """Returns the state of one of several sequences."""
+    return LayerState(state.matrices[index, None], state.windows[index, None])

@@ -1,0 +1,160 @@
+"""Faults seeded into the group of recurrent layers: the traffic model notices each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_cache.state_group import StateGroup, StateGroupSize
+from decoder_svc.scheduling.request import Request
+from decoder_svc.scheduling.scheduler import Scheduler
+from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
+from tests.decoder_svc.scheduling.traffic import MAX_NUM_SEQS, Traffic
+
+mutation = Mutations()
+
+
+@mutation
+def a_hit_does_not_ask_for_a_snapshot(patch: Patch) -> None:
+    patch.setattr(StateGroup, "find_last", lambda self, hashes, start, stop: (stop, 0))
+
+
+@mutation
+def a_hit_ends_where_the_blocks_end(patch: Patch) -> None:
+    original = StateGroup.find_last
+
+    def find_last(self: StateGroup, hashes: Any, start: int, stop: int) -> tuple[int, int | None]:
+        index, snapshot = original(self, hashes, start, stop)
+        return (stop if snapshot is not None else index), snapshot
+
+    patch.setattr(StateGroup, "find_last", find_last)
+
+
+@mutation
+def a_state_goes_back_by_one_token(patch: Patch) -> None:
+    """A prompt that is cached up to its last token computes that token again, from the state behind it."""
+    original = KVCacheManager._find_from
+
+    def find(self: KVCacheManager, request: Request, index: int) -> Any:
+        request.num_unknown_tokens += 1
+        try:
+            return original(self, request, index)
+        finally:
+            request.num_unknown_tokens -= 1
+
+    patch.setattr(KVCacheManager, "_find_from", find)
+
+
+@mutation
+def an_adopted_prefix_brings_no_state(patch: Patch) -> None:
+    patch.setattr(StateGroup, "adopt", lambda self, request_id, snapshot: None)
+
+
+@mutation
+def a_snapshot_is_found_in_the_step_that_takes_it(patch: Patch) -> None:
+    original = StateGroup.take_use
+
+    def take_use(self: StateGroup, *arguments: Any, **keywords: Any) -> Any:
+        use = original(self, *arguments, **keywords)
+        for block_hash, snapshot in self._unpublished.items():
+            self.pool.publish(snapshot, block_hash)
+        self._unpublished.clear()
+        return use
+
+    patch.setattr(StateGroup, "take_use", take_use)
+
+
+@mutation
+def a_snapshot_that_is_read_is_let_go_at_once(patch: Patch) -> None:
+    original = StateGroup.take_use
+
+    def take_use(self: StateGroup, request: Request, *arguments: Any, **keywords: Any) -> Any:
+        loaded = self._to_load.get(request.request_id)
+        use = original(self, request, *arguments, **keywords)
+        if loaded is not None:
+            self._in_use.remove(loaded)
+            self.pool.release([loaded])
+            self.pool._free.move_to_end(loaded, last=False)
+        return use
+
+    patch.setattr(StateGroup, "take_use", take_use)
+
+
+@mutation
+def a_snapshot_is_taken_one_block_late(patch: Patch) -> None:
+    original = StateGroup._take_snapshots
+
+    def take(self: StateGroup, request: Request, start: int, stop: int) -> Any:
+        for num_tokens, snapshot in original(self, request, start, stop):
+            yield min(stop, num_tokens + self._block_size), snapshot
+
+    patch.setattr(StateGroup, "_take_snapshots", take)
+
+
+@mutation
+def snapshots_of_a_failed_step_stay(patch: Patch) -> None:
+    def withdraw_steps(self: StateGroup) -> None:
+        self.unproven.clear()
+
+    patch.setattr(StateGroup, "withdraw_steps", withdraw_steps)
+
+
+@mutation
+def a_slot_is_given_to_two_requests(patch: Patch) -> None:
+    original = StateGroup.admit
+
+    def admit(self: StateGroup, request_id: Any, snapshot: int | None) -> None:
+        original(self, request_id, snapshot)
+        self._slots[request_id] = 0
+
+    patch.setattr(StateGroup, "admit", admit)
+
+
+@mutation
+def a_slot_is_lost_when_a_request_ends(patch: Patch) -> None:
+    patch.setattr(StateGroup, "free", lambda self, request_id: self._slots.pop(request_id, None) and None)
+
+
+@mutation
+def a_request_that_ends_before_its_chunk_keeps_its_snapshot(patch: Patch) -> None:
+    patch.setattr(StateGroup, "_drop_load", lambda self, request_id: self._to_load.pop(request_id, None) and None)
+
+
+@mutation
+def a_step_runs_ahead_of_a_corrected_token(patch: Patch) -> None:
+    patch.setattr(Scheduler, "may_run_ahead", lambda self, output: True)
+
+
+@mutation
+def a_snapshot_keeps_its_hash_when_it_is_taken_again(patch: Patch) -> None:
+    original = BlockPool._forget
+
+    def forget(self: BlockPool, block: int) -> None:
+        if self.num_blocks != NUM_SNAPSHOTS:
+            original(self, block)
+
+    patch.setattr(BlockPool, "_forget", forget)
+
+
+NUM_SNAPSHOTS = 3
+
+
+def run_all_seeds() -> None:
+    states = StateGroupSize(MAX_NUM_SEQS, NUM_SNAPSHOTS, 1)
+    for seed in range(NUM_SEEDS):
+        Traffic(seed, states=states).run(120)
+        Traffic(seed, states=states, overlaps=True).run(120)
+
+
+def test_nothing_is_noticed_where_nothing_is_wrong() -> None:
+    run_all_seeds()
+
+
+@pytest.mark.parametrize("name", sorted(mutation))
+def test_traffic_with_states_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        run_all_seeds()
