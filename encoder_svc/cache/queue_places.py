@@ -59,7 +59,7 @@ class QueuePlaces:
             self._give_back(place)
 
     def _push_out_for(self, tenant: str) -> bool:
-        """Drops an image of a tenant that has at least two more than `tenant`. Returns whether there was one."""
+        """Drops an image of a tenant that has at least two images more than `tenant`. Returns whether there was one."""
         num_own = len(self._places.get(tenant, ()))
         richer = [places for places in self._places.values() if len(places) > num_own + 1]
         for places in sorted(richer, key=len, reverse=True):

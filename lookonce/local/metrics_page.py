@@ -39,7 +39,7 @@ class MetricsPage:
         ]
 
     def has(self, prefix: str) -> bool:
-        """Whether the name of any sample begins so."""
+        """Whether the name of any sample begins with `prefix`."""
         return any(sample.name.startswith(prefix) for sample in self._samples)
 
     def total(self, name: str, **labels: str) -> float:
