@@ -171,7 +171,7 @@ class ModelRunnerBase(ABC):
             return None
         named = f"{self.family.title} has recurrent layers (linear attention)"
         if not self.serves_recurrent_layers:
-            raise ConfigurationError(f"{named}, which the device {self.device.type} does not compute yet: use the CPU")
+            raise ConfigurationError(f"{named}, which {type(self).__name__} does not compute yet: use the CPU")
         if self.config.adapters is not None:
             raise ConfigurationError(f"--adapters: {named}, to which adapters are not applied yet")
         return RecurrentLayers(getattr(self.model.model, text_child(self.model)), self.model.dtype)
