@@ -96,6 +96,7 @@ def test_a_device_that_does_not_compute_such_layers_refuses_the_model(folder: pa
 
     family = loaded(folder).family
     with pytest.raises(
-        ConfigurationError, match=r"Qwen3\.5 has recurrent layers \(linear attention\), which OtherRunner does not compute yet"
+        ConfigurationError,
+        match=r"Qwen3\.5 has recurrent layers \(linear attention\), which OtherRunner does not compute yet",
     ):
         OtherRunner(RunnerConfig(folder, torch.float32, block_size=8, num_threads=1), family)
