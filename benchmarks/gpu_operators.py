@@ -156,7 +156,7 @@ def simulated_cuda() -> Iterator[Any]:
 
 def count_step(cuda: Any, folder: pathlib.Path, batch: int, prompt_tokens: int = _PROMPT_TOKENS) -> StepCount:
     """Counts the operators of one greedy decode step without graphs; a graph repeats the same ones."""
-    from benchmarks.gpu import runner_of
+    from benchmarks.gpu_checks import runner_of
     from decoder_svc.runner.cuda.runner import GPUModelRunner
 
     runner = runner_of(folder, GPUModelRunner, torch.float16, max_num_seqs=batch)
@@ -197,7 +197,7 @@ def count_mixed_step(
     cuda: Any, folder: pathlib.Path, batch: int, lengths: MixedLengths, has_graphs: bool
 ) -> MixedCount:
     """Counts the launches of a step in which one request computes a chunk and all others compute a token."""
-    from benchmarks.gpu import runner_of
+    from benchmarks.gpu_checks import runner_of
     from decoder_svc.runner.cuda.runner import GPUModelRunner
     from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
     from tests.decoder_svc.runner.cuda.fake_cuda import FakeGraph

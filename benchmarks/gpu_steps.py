@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.pending_step import PendingStep
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
 
 # Number of alternatives compared per token.
 _NUM_LOGPROBS = 5
+# Greedy decoding, and what most services ask for.
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.05),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,10 @@ class Run:
 
 
 class StepDriver:
-    """Runs batches of text prompts in one step each and then token by token."""
+    """Runs batches of text prompts in one step each and then token by token.
+
+    Like the engine, it launches a step before it reads the tokens of the one before, if runner and requests allow that.
+    """
 
     def __init__(self, runner: ModelRunnerBase, max_batch: int, max_tokens: int, *, use_graphs: bool = True) -> None:
         """`max_tokens` bounds the length of a sequence, prompt and answer together."""
@@ -52,38 +64,129 @@ class StepDriver:
         self.runner.initialize_kv_cache(self._num_blocks)
         self.runner.capture_model()
 
-    def run(self, batch: int, prompt_tokens: int, num_steps: int, *, with_logprobs: bool = False) -> Run:
-        """Runs `batch` prompts of `prompt_tokens` tokens, and decodes `num_steps` tokens after the first of each."""
-        self._num_runs += 1
-        names = [RequestId(f"{self._num_runs}-{index}") for index in range(batch)]
-        draw = random.Random(batch * 10_000 + prompt_tokens)
-        vocab = self.runner.get_model().config.get_text_config().vocab_size
-        params = SamplingParams(max_tokens=num_steps + 1, logprobs=_NUM_LOGPROBS if with_logprobs else None)
-        admitted = tuple(
-            AdmittedRequest(
-                name, tuple(draw.randrange(vocab) for _ in range(prompt_tokens)), prompt_tokens, (), None, (), params
-            )
-            for name in names
-        )
-        found: list[list[SampledToken]] = []
-        seconds = []
-        for step in range(num_steps + 1):
-            chunks = tuple(self._chunk(name, index, prompt_tokens, step, num_steps) for index, name in enumerate(names))
-            output = SchedulerOutput(admitted if step == 0 else (), chunks, (), (), ())
-            started_s = time.perf_counter()
-            # execute_model returns sampled ids on the host, so the device has finished.
-            found.append(self.runner.execute_model(output))
-            seconds.append(time.perf_counter() - started_s)
-        self.runner.execute_model(SchedulerOutput((), (), tuple(names), (), ()))
-        answers = [_answer([step[index] for step in found]) for index in range(batch)]
-        return Run(answers, seconds[0], seconds[1:])
+    def fill_pools(self) -> None:
+        """Fills the KV cache with random numbers, which runs with `num_cached` then read."""
+        backend = self.runner.backend
+        assert isinstance(backend, PagedBackend), "the backend's pools are private"
+        for keys, values in backend.pools:
+            keys.normal_()
+            values.normal_()
 
-    def _chunk(self, name: RequestId, index: int, prompt_tokens: int, step: int, num_steps: int) -> ScheduledChunk:
-        first = index * self._blocks_each
-        start = 0 if step == 0 else prompt_tokens + step - 1
+    def run(
+        self,
+        batch: int,
+        prompt_tokens: int,
+        num_steps: int,
+        *,
+        num_cached: int = 0,
+        params: SamplingParams = SAMPLINGS["greedy"],
+        with_logprobs: bool = False,
+    ) -> Run:
+        """Runs `batch` prompts of `prompt_tokens` tokens, and decodes `num_steps` tokens after the first of each.
+
+        The first `num_cached` tokens of each prompt are not computed: the KV cache is taken to have them.
+        """
+        params = replace(params, max_tokens=num_steps + 1, logprobs=_NUM_LOGPROBS if with_logprobs else None)
+        admitted = self._admitted(batch, prompt_tokens, params)
+        names = [each.request_id for each in admitted]
+        outputs = [
+            SchedulerOutput(admitted, self._prompt_chunks(names, prompt_tokens, num_cached, num_steps), (), (), ())
+        ]
+        for step in range(num_steps):
+            chunks = tuple(_chunk(name, prompt_tokens + step, 1) for name in names)
+            outputs.append(SchedulerOutput((), chunks, (), (), ()))
+        found, seconds = self._steps(outputs)
+        self.runner.execute_model(SchedulerOutput((), (), tuple(names), (), ()))
+        return Run([_answer([step[index] for step in found]) for index in range(batch)], seconds[0], seconds[1:])
+
+    def mixed_s(self, batch: int, context: int, chunk_tokens: int, num_steps: int) -> list[float]:
+        """Seconds of steps in which `batch` requests decode and a new one brings `chunk_tokens` tokens.
+
+        All have `context` cached tokens. `run` with `max_batch` of at least `batch + 1` has room for them.
+        """
+        admitted = self._admitted(batch, context + 1, SamplingParams(max_tokens=num_steps + 1))
+        names = [each.request_id for each in admitted]
+        first = SchedulerOutput(admitted, self._prompt_chunks(names, context + 1, context, num_steps), (), (), ())
+        outputs = [first]
+        last: tuple[RequestId, ...] = ()
+        for step in range(num_steps):
+            arrived = self._admitted(1, context + chunk_tokens, SamplingParams(max_tokens=2))
+            new = [each.request_id for each in arrived]
+            chunks = (
+                *(_chunk(name, context + 1 + step, 1) for name in names),
+                *self._prompt_chunks(new, context + chunk_tokens, context, 1, first_index=batch),
+            )
+            outputs.append(SchedulerOutput(arrived, chunks, last, (), ()))
+            last = tuple(new)
+        _, seconds = self._steps(outputs)
+        self.runner.execute_model(SchedulerOutput((), (), (*names, *last), (), ()))
+        return seconds[1:]
+
+    def _steps(self, outputs: Iterable[SchedulerOutput]) -> tuple[list[list[SampledToken]], list[float]]:
+        """Returns the tokens of each step, and the seconds from the tokens of the step before to its own."""
+        found: list[list[SampledToken]] = []
+        seconds: list[float] = []
+        noted_s = time.perf_counter()
+
+        def read(step: PendingStep) -> None:
+            nonlocal noted_s
+            # The tokens are on the host now, so the device has finished the step.
+            found.append(step.tokens())
+            now_s = time.perf_counter()
+            seconds.append(now_s - noted_s)
+            noted_s = now_s
+
+        pending: PendingStep | None = None
+        for output in outputs:
+            if pending is not None and not (self.runner.overlaps_steps and pending.may_run_ahead):
+                read(pending)
+                pending = None
+            launched = self.runner.launch(output)
+            if pending is not None:
+                read(pending)
+            pending = launched
+        if pending is not None:
+            read(pending)
+        return found, seconds
+
+    def _admitted(self, batch: int, num_tokens: int, params: SamplingParams) -> tuple[AdmittedRequest, ...]:
+        self._num_runs += 1
+        draw = random.Random(batch * 10_000 + num_tokens)
+        vocab = self.runner.get_model().config.get_text_config().vocab_size
+        return tuple(
+            AdmittedRequest(
+                RequestId(f"{self._num_runs}-{index}"),
+                tuple(draw.randrange(vocab) for _ in range(num_tokens)),
+                num_tokens,
+                (),
+                None,
+                (),
+                replace(params, seed=index),
+            )
+            for index in range(batch)
+        )
+
+    def _prompt_chunks(
+        self, names: Sequence[RequestId], prompt_tokens: int, num_cached: int, num_steps: int, first_index: int = 0
+    ) -> tuple[ScheduledChunk, ...]:
+        """Chunks with the rest of each prompt, and the blocks for everything up to the last token."""
         num_blocks = -(-(prompt_tokens + num_steps) // self._block_size)
-        blocks = tuple(range(first, first + num_blocks)) if step == 0 else ()
-        return ScheduledChunk(name, start, prompt_tokens if step == 0 else 1, 0, 0, blocks, samples=True)
+        starts = [(first_index + index) * self._blocks_each for index in range(len(names))]
+        return tuple(
+            _chunk(name, num_cached, prompt_tokens - num_cached, tuple(range(start, start + num_blocks)))
+            for name, start in zip(names, starts, strict=True)
+        )
+
+
+def _chunk(name: RequestId, start: int, num_tokens: int, blocks: tuple[int, ...] = ()) -> ScheduledChunk:
+    return ScheduledChunk(name, start, num_tokens, 0, 0, blocks, samples=True)
+
+
+def median_and_spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median, and the tenth and ninetieth percentile."""
+    tenths = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64))
+    middle, low, high = tenths.tolist()
+    return middle, low, high
 
 
 def _answer(tokens: Sequence[SampledToken]) -> Answer:

@@ -34,7 +34,7 @@ _LLAVA_TEMPLATE = (
     "{% if part['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-_QWEN_SPECIAL = (
+QWEN_SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>",
 )  # fmt: skip
@@ -98,7 +98,7 @@ def _build_small_llava(dtype: torch.dtype, folder: pathlib.Path) -> None:
             vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
             num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
             tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-            **_token_ids(tokenizer),
+            **token_ids(tokenizer),
         ),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=576,
         vision_feature_layer=-2, vision_feature_select_strategy="full", tie_word_embeddings=True,
@@ -114,19 +114,19 @@ def _build_small_llava(dtype: torch.dtype, folder: pathlib.Path) -> None:
 
 
 def _build_large_image_qwen2_vl(max_rows: int, folder: pathlib.Path) -> None:
-    tokenizer = _tokenizer(_QWEN_SPECIAL, _QWEN_TEMPLATE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = qwen_tokenizer()
     text_config = {
         "model_type": "qwen2_vl_text", "vocab_size": len(tokenizer), "hidden_size": 512, "intermediate_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": False,
         "max_position_embeddings": 32768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        **_token_ids(tokenizer),
+        **token_ids(tokenizer),
     }  # fmt: skip
     vision_config = {
         "depth": 1, "embed_dim": 64, "hidden_size": 512, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14,
         "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in _QWEN_SPECIAL}
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in QWEN_SPECIAL}
     config = transformers.Qwen2VLConfig(
         text_config=text_config, vision_config=vision_config, image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
@@ -137,7 +137,13 @@ def _build_large_image_qwen2_vl(max_rows: int, folder: pathlib.Path) -> None:
     _save(folder, model, tokenizer, processor, {"processor_class": "Qwen2VLProcessor"})
 
 
-def _token_ids(tokenizer: Any) -> dict[str, Any]:
+def qwen_tokenizer() -> Any:
+    """Returns a small tokenizer with the special tokens and the chat template of Qwen."""
+    return _tokenizer(QWEN_SPECIAL, _QWEN_TEMPLATE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def token_ids(tokenizer: Any) -> dict[str, Any]:
+    """Returns the special ids that configurations name."""
     return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
@@ -178,7 +184,7 @@ def _random_model(model_class: Any, config: Any, tokenizer: Any) -> Any:
         head = model.get_output_embeddings().weight
         head[len(tokenizer) :] = 0.0
         head[tokenizer.all_special_ids] = 0.0
-    for name, value in _token_ids(tokenizer).items():
+    for name, value in token_ids(tokenizer).items():
         setattr(model.generation_config, name, value)
     return model
 
@@ -192,6 +198,11 @@ def _gain(name: str) -> float:
 
 def _save(folder: pathlib.Path, model: Any, tokenizer: Any, processor: Any, settings: dict[str, Any]) -> None:
     model.save_pretrained(folder)
+    save_processor(folder, tokenizer, processor, settings)
+
+
+def save_processor(folder: pathlib.Path, tokenizer: Any, processor: Any, settings: dict[str, Any]) -> None:
+    """Writes everything of a model's folder but its weights and configuration."""
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(settings, indent=2))

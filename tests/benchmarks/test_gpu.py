@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pathlib
 import sys
@@ -9,9 +10,11 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu, report
+from benchmarks import gpu, gpu_checks, gpu_decode, report
+from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
-from benchmarks.gpu_steps import Answer, StepDriver, largest_difference
+from benchmarks.gpu_section import section
+from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, largest_difference
 from decoder_svc.runner.attention import SdpaBackend
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
@@ -20,9 +23,26 @@ from tests.tiny_models import build_llava_clip
 CPU = torch.device("cpu")
 
 
+class AheadRunner(RecordingRunner):
+    """Launches steps ahead, as a GPU does."""
+
+    overlaps_steps = True
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return shaped_folder("tiny", tmp_path_factory.mktemp("models"), CPU)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "memory_bandwidth", lambda _device: 1e9)
+    monkeypatch.setattr(gpu_decode, "matrix_peak", lambda _device: 1e12)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so there is something to measure")
@@ -36,54 +56,121 @@ def test_without_a_gpu_it_says_so_and_nothing_is_wrong(
     assert report.RESULTS.read_text("utf-8") == before
 
 
+@pytest.mark.usefixtures("limits")
+def test_every_stage_leaves_figures_that_make_a_section(
+    folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is this processor; everything else is as on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a pretended device")
+    monkeypatch.setattr(gpu, "_device", lambda: CPU)
+    monkeypatch.setattr(gpu, "GPUModelRunner", AheadRunner)
+    monkeypatch.setattr(gpu, "cuda_backends", lambda _device: {"sdpa": SdpaBackend, "tensor": TensorBackend})
+    monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)]})
+    monkeypatch.setattr(gpu.models, "small_llava", lambda _dtype=None: folder)
+    monkeypatch.setattr(gpu, "_MIXED", ((2, 32, 4),))
+    monkeypatch.setattr(gpu, "_PREFILLS", ((1, 16),))
+    monkeypatch.setattr(gpu, "_ENCODER_BATCHES", (1, 2))
+    monkeypatch.setattr(gpu, "_IMAGE_SIDES", (56,))
+    monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
+    file, rates = tmp_path / "figures.json", gpu.encoder_rates
+    monkeypatch.setattr(gpu, "encoder_rates", lambda *arguments: rates(*arguments, "cpu"))
+    options = ["--stage", *gpu.STAGES, "--model", "tiny", "--batches", "1", "4", "--contexts", "32"]
+    monkeypatch.setattr(sys, "argv", ["gpu", *options, "--json", str(file), "--folder", str(tmp_path)])
+    gpu.main()
+    figures = json.loads(file.read_text("utf-8"))
+    assert len(figures["decode"]) == 2 * 2 * 2
+    assert {row["has_graphs"] for row in figures["mixed"]} == {True, False}
+    assert [*figures["stage_s"][-1]] == ["peer"]
+    text = section(figures)
+    for told in ("| tiny | 32 | 4 | sampled |", "| tiny | 1 | 16 |", "56 × 56", "not asked", "a pretended device"):
+        assert told in text
+
+
 def test_a_right_runner_passes_and_a_wrong_one_does_not(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = gpu.parity(folder, RecordingRunner, prompt_tokens=20)
+    checks = gpu_checks.parity(folder, RecordingRunner, prompt_tokens=20)
     assert len(checks) == 4
     assert all(check.passed for check in checks), checks
     right = TensorBackend.attend_paged
     monkeypatch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.5)
-    assert not any(check.passed for check in gpu.parity(folder, RecordingRunner, prompt_tokens=20))
+    assert not any(check.passed for check in gpu_checks.parity(folder, RecordingRunner, prompt_tokens=20))
 
 
 def test_backends_are_compared_with_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_TRIALS", {"decode": [(20, 1)], "chunks": [(3, 10), (0, 1)]})
+    monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)], "chunks": [(3, 10), (0, 1)]})
     backends = {"sdpa": SdpaBackend, "tensor": TensorBackend}
-    checks = gpu.backends_agree(backends, CPU)
+    checks = gpu_checks.backends_agree(backends, CPU)
     assert [check.name for check in checks] == ["tensor against sdpa: decode", "tensor against sdpa: chunks"]
     assert all(check.passed for check in checks)
-    seconds = gpu.attention_seconds(backends, CPU)
+    seconds = gpu_checks.attention_seconds(backends, CPU)
     assert {(name, backend) for name, of_trial in seconds.items() for backend in of_trial} == {
         (name, backend) for name in ("decode", "chunks") for backend in backends
     }
 
 
-def test_a_cell_and_its_row(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "memory_bandwidth", lambda _device: 1e9)
-    monkeypatch.setattr(gpu, "matrix_peak", lambda _device: 1e12)
-    monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
-    bench = gpu.DecodeBench(folder, RecordingRunner, max_batch=4, max_tokens=40)
-    check = bench.graphs_give_the_same_bits(4, context=10)
+@pytest.mark.usefixtures("limits")
+def test_cells_and_their_limits(folder: pathlib.Path) -> None:
+    bench = gpu_decode.DecodeBench("tiny", folder, AheadRunner, max_batch=4, max_tokens=48)
+    assert gpu_checks.overlapped_steps_give_the_same_ids(bench.driver, 4, context=10).passed
+    check = gpu_checks.graphs_give_the_same_bits(bench.driver, 4, context=10)
     assert check.passed, check
-    cell = bench.measure(3, 16, num_steps=3)
-    assert min(cell.graphs_s, cell.eager_s, cell.prefill_s) > 0
-    assert cell.whole_s > cell.prefill_s
-    text = gpu.section("a device", [check], [cell], {"decode": {"sdpa": 1e-6}}, {"1": 10.0})
-    assert "| 3 | 16 |" in text
-    assert "not asked" in text
+    cell, longer = (bench.decode(3, context, "greedy", num_steps=3) for context in (16, 32))
+    assert 0 < cell.low_s <= cell.step_s <= cell.high_s
     # Four query heads on two key heads in bfloat16: keys and values of 16 tokens more in 3 layers.
-    longer = bench.measure(3, 32, num_steps=3)
     assert longer.memory_limit_s - cell.memory_limit_s == pytest.approx(3 * 16 * 3 * 2 * 32 * 2 / 1e9)
     # All weights but the table of embeddings, which is the head, too, once for each token; the head once for a prompt.
     model = bench.driver.runner.get_model()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     head = model.config.get_text_config().vocab_size * model.config.get_text_config().hidden_size
     layers = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "lm_head" not in name)
-    assert cell.matrix_limit_s == pytest.approx(2 * 3 * (16 * layers + head) / 1e12)
-    assert longer.matrix_limit_s == pytest.approx(2 * 3 * (32 * layers + head) / 1e12)
+    assert bench.prefill(3, 16).matrix_limit_s == pytest.approx(2 * 3 * (16 * layers + head) / 1e12)
+    assert bench.prefill(3, 32).matrix_limit_s == pytest.approx(2 * 3 * (32 * layers + head) / 1e12)
+    assert bench.whole_s(2, 16, 4) > 0
+    assert len(bench.driver.runner.batch) == 0
+
+
+def test_a_wrong_id_of_a_step_launched_ahead_is_found(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = gpu_checks.runner_of(folder, AheadRunner, torch.float32, max_num_seqs=4)
+    driver = StepDriver(runner, 3, 40)
+    monkeypatch.setattr(runner.feed, "write", lambda _unknown, _token_ids: None)
+    assert not gpu_checks.overlapped_steps_give_the_same_ids(driver, 3, context=10).passed
+
+
+def test_steps_behind_cached_tokens_read_them(folder: pathlib.Path) -> None:
+    driver = StepDriver(gpu_checks.runner_of(folder, AheadRunner, torch.float32, max_num_seqs=4), 3, 60)
+    whole = driver.run(2, 33, 5, with_logprobs=True).answers
+    # The same blocks still hold the prompts.
+    behind_them = driver.run(2, 33, 5, num_cached=32, with_logprobs=True).answers
+    assert largest_difference(whole, behind_them) == (pytest.approx(0, abs=1e-4), 2 * 6)
+    driver.fill_pools()
+    behind_others = driver.run(2, 33, 5, num_cached=32, with_logprobs=True).answers
+    assert [each.token_ids for each in behind_others] != [each.token_ids for each in whole]
+    assert len(driver.mixed_s(2, 16, 4, 3)) == 3
+
+
+def test_sampled_runs_sample(folder: pathlib.Path) -> None:
+    driver = StepDriver(gpu_checks.runner_of(folder, AheadRunner, torch.float32, max_num_seqs=4), 3, 60)
+    greedy, sampled, again = (
+        [answer.token_ids for answer in driver.run(3, 8, 12, params=SAMPLINGS[name]).answers]
+        for name in ("greedy", "sampled", "sampled")
+    )
+    assert greedy != sampled
+    assert sampled == again
+
+
+def test_a_shaped_folder_loads_like_any_other(shaped: pathlib.Path) -> None:
+    runner = gpu_checks.runner_of(shaped, RecordingRunner, torch.bfloat16, max_num_seqs=2)
+    text = runner.get_model().config.get_text_config()
+    shape = SHAPES["tiny"]
+    assert (text.hidden_size, text.num_hidden_layers) == (shape.hidden_size, shape.num_hidden_layers)
+    assert (shaped / "model.safetensors").stat().st_mtime == shaped_folder("tiny", shaped.parent, CPU).joinpath(
+        "model.safetensors"
+    ).stat().st_mtime
+    assert min(gpu.encoder_rates(shaped, (1,), 56, "cpu").values()) > 0
 
 
 def test_a_run_answers_every_prompt_step_by_step(folder: pathlib.Path) -> None:
-    runner = gpu.runner_of(folder, RecordingRunner, torch.float32, max_num_seqs=4)
+    runner = gpu_checks.runner_of(folder, RecordingRunner, torch.float32, max_num_seqs=4)
     driver = StepDriver(runner, 3, 40)
     run = driver.run(3, 12, 5, with_logprobs=True)
     assert [len(answer.token_ids) for answer in run.answers] == [6] * 3
@@ -108,6 +195,6 @@ def test_limits_are_measured_on_any_device() -> None:
 
 
 def test_images_per_second_are_told_by_batch(folder: pathlib.Path) -> None:
-    rates = gpu.encoder_rates(folder, (1, 2), "cpu")
+    rates = gpu.encoder_rates(folder, (1, 2), 448, "cpu")
     assert set(rates) == {"1", "2"}
     assert min(rates.values()) > 0

@@ -1,0 +1,155 @@
+"""Compares the CUDA path with the CPU and with itself, for `benchmarks.gpu`."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu_peers import seconds_of
+from benchmarks.gpu_steps import Run, StepDriver, largest_difference
+from decoder_svc.prompt.family import load_family
+from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
+from decoder_svc.runner.attention_trial import AttentionTrial
+from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
+from lookonce.model.model_folder import ModelFolder
+from lookonce.model.pretrained_tokenizer import load_pretrained
+
+# Largest accepted distance of a log probability from that of the CPU in float32.
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+_BLOCK_SIZES = (16, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one correctness check."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+def runner_of(
+    folder: pathlib.Path, kind: type[ModelRunnerBase], dtype: torch.dtype, block_size: int = 16, max_num_seqs: int = 64
+) -> ModelRunnerBase:
+    """Returns a runner of this kind with the folder's model."""
+    family = load_family(ModelFolder.open(folder), load_pretrained(folder))
+    return kind(RunnerConfig(folder, dtype, block_size, None, max_num_seqs=max_num_seqs), family)
+
+
+def parity(folder: pathlib.Path, kind: type[ModelRunnerBase], prompt_tokens: int = 100) -> list[Check]:
+    """Compares the log probabilities of greedy answers with those of the CPU in float32."""
+    batch, num_steps = 4, 8
+    max_tokens = prompt_tokens + num_steps + 1
+
+    def answers(kind: type[ModelRunnerBase], dtype: torch.dtype, block_size: int) -> Run:
+        driver = StepDriver(runner_of(folder, kind, dtype, block_size, batch), batch, max_tokens)
+        return driver.run(batch, prompt_tokens, num_steps, with_logprobs=True)
+
+    reference = answers(CPUModelRunner, torch.float32, 16).answers
+    checks = []
+    for dtype, tolerance in TOLERANCES.items():
+        for block_size in _BLOCK_SIZES:
+            largest, num_places = largest_difference(reference, answers(kind, dtype, block_size).answers)
+            name = f"log probabilities against the CPU's in float32: {_word(dtype)}, blocks of {block_size}"
+            found = f"{largest:.2g} at most in {num_places} places; {tolerance:g} passes"
+            checks.append(Check(name, num_places >= batch and largest <= tolerance, found))
+    return checks
+
+
+def graphs_give_the_same_bits(driver: StepDriver, batch: int, context: int = 64) -> Check:
+    """Compares tokens and log probabilities of a batch without padding, with graphs and without."""
+    driver.use_graphs(True)
+    with_graphs = driver.run(batch, context, 8, with_logprobs=True).answers
+    has_graphs = driver.runner.graphs is not None
+    driver.use_graphs(False)
+    without = driver.run(batch, context, 8, with_logprobs=True).answers
+    found = "equal" if with_graphs == without else f"{largest_difference(with_graphs, without)[0]:.2g} at most"
+    return Check(
+        f"graphs give the bits of steps without: batch {batch}",
+        has_graphs and with_graphs == without,
+        found if has_graphs else "no graphs",
+    )
+
+
+def overlapped_steps_give_the_same_ids(driver: StepDriver, batch: int, context: int = 64) -> Check:
+    """Compares the ids of steps that are launched ahead with those of steps that wait for each other."""
+    ahead = [answer.token_ids for answer in driver.run(batch, context, 16).answers]
+    overlaps, driver.runner.overlaps_steps = driver.runner.overlaps_steps, False
+    waiting = [answer.token_ids for answer in driver.run(batch, context, 16).answers]
+    driver.runner.overlaps_steps = overlaps
+    differing = sum(one != other for one, other in zip(ahead, waiting, strict=True))
+    return Check(
+        f"steps launched ahead give the same ids: batch {batch}", differing == 0, f"{differing} of {batch} differ"
+    )
+
+
+def cuda_backends(device: torch.device) -> dict[str, Callable[[], AttentionBackend]]:
+    """Returns every attention backend that this machine supports."""
+    found: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend}
+    try:
+        from decoder_svc.runner.cuda.triton_attention import TritonBackend
+    except ImportError:
+        print("Triton is not installed")
+    else:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        found["triton"] = lambda: TritonBackend(processors)
+    try:
+        functions = load_flash_functions()
+    except ImportError:
+        print("flash-attn is not installed")
+    else:
+        found["flash-attn"] = lambda: FlashBackend(functions, None)
+    return found
+
+
+def _spec(block_size: int = 256) -> KVCacheSpec:
+    """Returns the KV cache spec of one layer of a model with 8B parameters."""
+    return KVCacheSpec(num_layers=1, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, block_size=block_size)
+
+
+_NUM_HEADS = 32
+TRIALS = {
+    "decode": [(1023, 1)] * 16,
+    "long decode": [(16383, 1)] * 2,
+    "chunks": [(512, 256), (0, 300), (700, 1)],
+}
+
+
+def backends_agree(backends: Mapping[str, Callable[[], AttentionBackend]], device: torch.device) -> list[Check]:
+    """Compares each backend with the PyTorch one in bfloat16."""
+    checks = []
+    for name, chunks in TRIALS.items():
+        trial = AttentionTrial(_spec(), _NUM_HEADS, chunks, device)
+        reference = trial.prepared(SdpaBackend())().float()
+        for backend, make in backends.items():
+            if backend != "sdpa":
+                largest = float((trial.prepared(make())().float() - reference).abs().max())
+                checks.append(
+                    Check(f"{backend} against sdpa: {name}", largest <= 2e-2, f"{largest:.2g} at most; 0.02 passes")
+                )
+    return checks
+
+
+def attention_seconds(
+    backends: Mapping[str, Callable[[], AttentionBackend]], device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Median seconds of each backend, by trial, for a layer of an 8B model with 32 heads on 8 of 128."""
+    found: dict[str, dict[str, float]] = {}
+    for name, chunks in TRIALS.items():
+        trial = AttentionTrial(_spec(16), _NUM_HEADS, chunks, device)
+        found[name] = {
+            backend: statistics.median(seconds_of(trial.prepared(make()), device))
+            for backend, make in backends.items()
+            if backend != "flash-attn"
+        }
+    return found
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""Writes the figures of `benchmarks.gpu` as a section of RESULTS.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import report
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    """Returns the Markdown of all figures that are there."""
+    parts = [
+        "## gpu\n\nIs the CUDA path right, and how near to the device's limits is it? "
+        f"{figures['device']}, PyTorch {figures['torch']}, bfloat16. 2b and 7b are a Qwen2.5-VL with the language "
+        "models of Qwen2-VL-2B and Qwen2.5-VL-7B and random weights. Steps are launched ahead as in the engine. "
+        "Contexts are taken from the cache. Sampled: temperature, top-p, top-k and a repetition penalty."
+    ]
+    for rows, write in (
+        ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
+        ("attention_s", _attention), ("encoder", _encoder), ("peer", _peer),
+    ):  # fmt: skip
+        if figures.get(rows):
+            parts += write(figures[rows])
+    return "\n\n".join(parts)
+
+
+_Rows = Sequence[Mapping[str, Any]]
+
+
+def _checks(rows: _Rows) -> list[str]:
+    table = [[row["name"], "passed" if row["passed"] else "**failed**", row["found"]] for row in rows]
+    return [report.table(["check", "", "found"], table)]
+
+
+def _decode(rows: _Rows) -> list[str]:
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["context"], row["batch"], row["sampling"]
+
+    eager = {key(row): row for row in rows if not row["has_graphs"]}
+    table = []
+    for row in rows:
+        if row["has_graphs"]:
+            without = eager.get(key(row))
+            table.append(
+                [
+                    row["model"], str(row["context"]), str(row["batch"]), row["sampling"], _step(row),
+                    "" if without is None else f"{without['step_s'] / row['step_s']:.2f} ×",
+                    f"{100 * row['memory_limit_s'] / row['step_s']:.0f} %",
+                ]
+            )  # fmt: skip
+    head = ["model", "context", "batch", "", "step (10–90 %)", "without graphs", "of the memory's speed"]
+    return ["Steps of single tokens:", report.table(head, table)]
+
+
+def _mixed(rows: _Rows) -> list[str]:
+    table = [
+        [
+            row["model"], str(row["context"]), str(row["batch"]), str(row["chunk_tokens"]),
+            "with" if row["has_graphs"] else "without", _step(row),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["model", "context", "decoding", "tokens of a new request", "graphs", "step (10–90 %)"]
+    return ["Steps in which requests decode and a new one brings its prompt:", report.table(head, table)]
+
+
+def _prefill(rows: _Rows) -> list[str]:
+    table = [
+        [
+            row["model"], str(row["batch"]), str(row["prompt_tokens"]), f"{1000 * row['prefill_s']:.1f} ms",
+            f"{100 * row['matrix_limit_s'] / row['prefill_s']:.0f} %",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return ["Prompts:", report.table(["model", "prompts", "tokens", "step", "of the matrix peak"], table)]
+
+
+def _attention(rows: _Rows) -> list[str]:
+    table = [
+        [name, *(f"{1e6 * each:.0f}" for each in of_trial.values())] for row in rows for name, of_trial in row.items()
+    ]
+    head = ["step", *next(iter(rows[0].values()))]
+    return ["Attention of one layer of an 8B model (32 heads on 8 of 128), µs by backend:", report.table(head, table)]
+
+
+def _encoder(rows: _Rows) -> list[str]:
+    table = [
+        [row["model"], f"{row['side']} × {row['side']}", row["batch"], f"{row['images_per_s']:.1f}"] for row in rows
+    ]
+    head = ["model", "pixels", "images at once", "images per second"]
+    return ["The encoder's forward pass, from prepared pixels to rows in main memory:", report.table(head, table)]
+
+
+def _peer(rows: _Rows) -> list[str]:
+    table = []
+    for row in rows:
+        theirs = row["transformers_s"]
+        told = theirs if isinstance(theirs, str) else f"{theirs / row['ours_s']:.2f}"
+        table.append([row["model"], str(row["batch"]), f"{1000 * row['ours_s']:.0f} ms", told])
+    one = rows[0]
+    text = (
+        f"Prompts of {one['prompt']} tokens and {one['tokens']} tokens each, beside transformers' continuous batching:"
+    )
+    return [text, report.table(["model", "batch", "ours", "transformers ÷ ours"], table)]
+
+
+def _step(row: Mapping[str, Any]) -> str:
+    return f"{1000 * row['step_s']:.2f} ms ({1000 * row['low_s']:.2f}–{1000 * row['high_s']:.2f})"
