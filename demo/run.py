@@ -72,7 +72,7 @@ def _run(model: pathlib.Path, console: Console) -> int:
     console.print("[bold]Lookonce demo[/]: starting Redis, an encoder and a decoder ...")
     with LocalStack(model) as stack:
         wait_until_encoders_are_found(stack.decoder_targets)
-        console.print(f"Up after {time.monotonic() - started_s:.1f} s; everything runs on this machine's CPU.")
+        console.print(f"Up after {time.monotonic() - started_s:.1f} s; everything runs on this machine.")
         console.print("The demo model knows drawn shapes only, not photographs.\n")
         with Client.connect(stack.decoder_targets[0], stack.encoder_targets[0]) as client:
             asked = _ask_all(client, questions, console)

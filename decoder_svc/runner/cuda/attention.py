@@ -45,6 +45,8 @@ class AttentionNeeds:
     capability: tuple[int, int]
     # Number of streaming multiprocessors.
     num_processors: int
+    # Shared memory that a program can have.
+    shared_bytes: int
 
 
 class _UnfitError(Exception):
@@ -95,7 +97,7 @@ def _triton(needs: AttentionNeeds) -> PagedBackend:
         module = importlib.import_module("decoder_svc.runner.cuda.triton_attention")
     except ImportError as error:
         raise _UnfitError(f"Triton cannot be imported ({error})") from error
-    backend: PagedBackend = module.TritonBackend(needs.num_processors)
+    backend: PagedBackend = module.TritonBackend(needs.num_processors, needs.shared_bytes)
     return backend
 
 

@@ -62,6 +62,7 @@ class GPUModelRunner(ModelRunnerBase):
             device=self.device,
             capability=(self.properties.major, self.properties.minor),
             num_processors=self.properties.multi_processor_count,
+            shared_bytes=self.properties.shared_memory_per_block_optin,
         )
         self.backend = cuda_attention(needs)
         if self.adapters is not None:

@@ -17,6 +17,8 @@ Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -40,6 +42,15 @@ from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 _MIN_TILE = 16
 # Rows of a program if a sequence has more than one new token.
 _CHUNK_ROWS = 64
+# Bytes of a tile of keys.
+_TILE_BYTES = 16 << 10
+# Shared memory that does not depend on the tile.
+_OTHER_BYTES = 8 << 10
+# Stages and fill (see Tile) without and with sequences that have more than one new token.
+_DECODE_STAGES, _DECODE_FILL = 4, 1
+_CHUNK_STAGES, _CHUNK_FILL = 3, 2
+# Shared memory of a program on devices of compute capability 8.6 and 8.9; others have more.
+LEAST_SHARED_BYTES = 99 << 10
 
 
 @triton.jit
@@ -69,6 +80,13 @@ def _part(begin, end, part, num_parts, NUM_KEYS: tl.constexpr):
 
 
 @triton.jit
+def _blocks_at(table, slot, end, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Returns the block of each slot of a tile; 0 from `end` on."""
+    slots = slot + tl.arange(0, NUM_KEYS)
+    return tl.load(table + slots // BLOCK_SIZE, mask=slots < end, other=0).to(tl.int64)
+
+
+@triton.jit
 def _walk(
     queries, start, stop, begin, end, first_key, keys, values, table, scale, softcap,
     NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -82,12 +100,14 @@ def _walk(
     largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     total = tl.full([NUM_ROWS], 0.0, tl.float32)
     sums = tl.full([NUM_ROWS, PADDED_DIM], 0.0, tl.float32)
+    # The blocks of a tile are looked up one tile earlier, so that its keys and values can be loaded ahead.
+    block = _blocks_at(table, begin - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
     for first in range(begin, end, NUM_KEYS):
         key = first + tl.arange(0, NUM_KEYS)
         is_key = key < end
         slot = key - first_key
-        block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         place = ((block * BLOCK_SIZE + slot % BLOCK_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
+        block = _blocks_at(table, first + NUM_KEYS - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
         is_value = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         tile = tl.load(keys + place, mask=is_value, other=0.0)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
@@ -182,10 +202,11 @@ class TritonBackend(PagedBackend):
 
     name = "triton"
 
-    def __init__(self, num_processors: int) -> None:
-        """`num_processors`: the device's streaming multiprocessors, which decide the number of programs."""
+    def __init__(self, num_processors: int, shared_bytes: int = LEAST_SHARED_BYTES) -> None:
+        """The device's number of streaming multiprocessors, and the shared memory that a program can have."""
         super().__init__()
         self._num_processors = num_processors
+        self._shared_bytes = shared_bytes
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
@@ -196,10 +217,17 @@ class TritonBackend(PagedBackend):
         num_kv_heads = keys.shape[2]
         num_groups = num_heads // num_kv_heads
         padded_dim = max(_MIN_TILE, triton.next_power_of_2(head_dim))
-        num_rows, num_keys = tile_sizes(padded_dim * keys.element_size(), num_groups, step.max_query_len)
+        tile = tile_of(padded_dim * keys.element_size(), num_groups, step.max_query_len, self._shared_bytes)
+        num_rows = tile.num_rows
         num_sequences = len(step.kv_lens)
         shape = StepShape(
-            num_tokens, num_sequences, step.max_kv_len, num_heads, num_kv_heads, tokens_each=num_rows // num_groups
+            num_tokens,
+            num_sequences,
+            step.max_kv_len,
+            num_heads,
+            num_kv_heads,
+            tokens_each=num_rows // num_groups,
+            fill=tile.fill,
         )
         grid = split_grid(shape, self._num_processors)
         query = query.contiguous()
@@ -221,9 +249,9 @@ class TritonBackend(PagedBackend):
             group.block_table.stride(0), num_sequences, grid.wanted_each,
             options.scale, options.softcap or 0.0, options.window or 0,
             NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=keys.shape[1],
-            NUM_ROWS=num_rows, NUM_KEYS=num_keys, HAS_SOFTCAP=options.softcap is not None,
+            NUM_ROWS=num_rows, NUM_KEYS=tile.num_keys, HAS_SOFTCAP=options.softcap is not None,
             HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
-            num_stages=2, **shared,
+            num_stages=tile.num_stages, **shared,
         )  # fmt: skip
         if grid.num_joining:
             join[(grid.num_joining,)](
@@ -233,12 +261,29 @@ class TritonBackend(PagedBackend):
         return output
 
 
-def tile_sizes(key_bytes: int, num_groups: int, max_query_len: int) -> tuple[int, int]:
-    """Returns the rows and keys of a program, powers of two for which queries, keys and values fit into shared memory.
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The part of the work that a program does at a time, and how."""
 
-    `key_bytes` is the size of one key of one head. Queries and two stages of keys and values take at most 80 KiB.
+    # Rows of queries, and keys; powers of two.
+    num_rows: int
+    num_keys: int
+    # 1, and the number of tiles of keys and values that are loaded ahead.
+    num_stages: int
+    # Programs of each multiprocessor among which a step's keys are divided.
+    fill: int
+
+
+def tile_of(key_bytes: int, num_groups: int, max_query_len: int, shared_bytes: int) -> Tile:
+    """Returns a tile that fits into the shared memory of a program; sizes are those that were fastest on an H100.
+
+    `key_bytes` is the size of one key of one head.
     """
+    is_decode = max_query_len == 1
     least = max(_MIN_TILE, triton.next_power_of_2(num_groups))
-    rows = least if max_query_len == 1 else max(least, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
-    keys = 64 if key_bytes <= 128 else 32 if key_bytes <= 256 else 16
-    return rows, keys
+    rows = least if is_decode else max(least, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
+    keys = max(_MIN_TILE, _TILE_BYTES // key_bytes)
+    # Queries, weights, and the conversion of sums take memory as well.
+    left = shared_bytes - 3 * rows * key_bytes - _OTHER_BYTES
+    stages = min(_DECODE_STAGES if is_decode else _CHUNK_STAGES, max(1, left // (2 * keys * key_bytes)) + 1)
+    return Tile(rows, keys, stages, fill=_DECODE_FILL if is_decode else _CHUNK_FILL)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-# Programs per multiprocessor. Two fit at the same time: each takes at most 80 KiB of shared memory.
+# Programs per multiprocessor. Two fit at the same time on an H100.
 _PROGRAMS_EACH = 2
 # Keys of a part if a few sequences share the device, and if sequences alone give every multiprocessor enough work.
 _MIN_PART_KEYS = tl.constexpr(128)
@@ -48,6 +48,8 @@ class StepShape:
     num_kv_heads: int
     # Tokens of a tile.
     tokens_each: int
+    # Programs of each multiprocessor among which the keys of sequences are divided.
+    fill: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class SplitGrid:
 
     # Programs that attend.
     num_programs: int
-    # Programs of one key head that fill the device. 1: keys are never divided.
+    # Programs of one key head among which keys are divided. 1: keys are never divided.
     wanted_each: int
     # Room for partial results of one head. It does not depend on lengths, so a measurement of memory with short
     # sequences holds for long ones.
@@ -70,7 +72,7 @@ class SplitGrid:
 def split_grid(shape: StepShape, num_processors: int) -> SplitGrid:
     """Returns the grid for steps of this shape."""
     filling = _PROGRAMS_EACH * num_processors
-    wanted_each = max(1, filling // shape.num_kv_heads)
+    wanted_each = max(1, shape.fill * num_processors // shape.num_kv_heads)
     max_parts = min(wanted_each, _MAX_PARTS.value)
     possible_parts = min(max_parts, triton.cdiv(shape.max_kv_len, _MIN_PART_KEYS.value))
     # Each sequence has less than one tile that is not full.

@@ -1,7 +1,7 @@
 """Compiles our Triton kernels for a GPU that need not be present, in all variants that models and steps lead to.
 
-`python -m tests.decoder_svc.runner.cuda.compiled_triton CAPABILITY…` prints the largest amount of shared memory that a
-variant takes, in bytes.
+`python -m tests.decoder_svc.runner.cuda.compiled_triton CAPABILITY=BYTES…` takes the shared memory that a program may
+have for each capability, and prints the largest amount that a variant takes, in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
-from decoder_svc.runner.cuda.triton_attention import tile_sizes
+from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
 from encoder_svc.vision import varlen_kernel
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
@@ -27,15 +27,19 @@ _VARIANTS = (("bf16", 64, False), ("bf16", 64, True), ("fp32", 256, True))
 
 def main() -> None:
     """Compiles every variant for the last capability given, and those with matrix products for the others, too."""
-    capabilities = [int(argument) for argument in sys.argv[1:]]
-    for capability in capabilities:
+    shared_bytes = {int(capability): int(most) for capability, most in (each.split("=") for each in sys.argv[1:])}
+    for capability, available in shared_bytes.items():
         most = 0
         for dtype, head_dim, is_chunk in _VARIANTS:
-            source = _attend_source(dtype, head_dim, is_chunk, has_window=head_dim == 64, has_softcap=head_dim == 256)
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
+            tile = _tile(dtype, head_dim, is_chunk, available)
+            source = _attend_source(
+                dtype, head_dim, is_chunk, tile, has_window=head_dim == 64, has_softcap=head_dim == 256
+            )
+            options = {"num_stages": tile.num_stages}
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        others = (_join_source(), *_layer_sources()) if capability == capabilities[-1] else ()
+        others = (_join_source(), *_layer_sources()) if capability == [*shared_bytes][-1] else ()
         for source in (*others, _window_source("bf16", 80), _window_source("fp32", 128)):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
@@ -43,18 +47,23 @@ def main() -> None:
         print(most)
 
 
-def _attend_source(dtype: str, head_dim: int, is_chunk: bool, *, has_window: bool, has_softcap: bool) -> Any:
+def _tile(dtype: str, head_dim: int, is_chunk: bool, shared_bytes: int) -> Tile:
+    key_bytes = head_dim * (4 if dtype == "fp32" else 2)
+    return tile_of(key_bytes, _NUM_GROUPS, 100 if is_chunk else 1, shared_bytes)
+
+
+def _attend_source(
+    dtype: str, head_dim: int, is_chunk: bool, tile: Tile, *, has_window: bool, has_softcap: bool
+) -> Any:
     kernel = triton_attention._attend
-    element_bytes = 4 if dtype == "fp32" else 2
-    num_rows, num_keys = tile_sizes(head_dim * element_bytes, _NUM_GROUPS, 100 if is_chunk else 1)
     constants = {
         "NUM_KV_HEADS": 4,
         "NUM_GROUPS": _NUM_GROUPS,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": head_dim,
         "BLOCK_SIZE": 16,
-        "NUM_ROWS": num_rows,
-        "NUM_KEYS": num_keys,
+        "NUM_ROWS": tile.num_rows,
+        "NUM_KEYS": tile.num_keys,
         "PADDED_SEQUENCES": 128 if is_chunk else 64,
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
@@ -66,7 +75,14 @@ def _attend_source(dtype: str, head_dim: int, is_chunk: bool, *, has_window: boo
     types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
     types |= {"scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
-    return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+    # At run time Triton sees that addresses are multiples of 16. Only then are keys and values loaded ahead.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*")
+    }
+    signature = {name: types[name] for name in kernel.arg_names}
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
 
 
 def _join_source() -> Any:

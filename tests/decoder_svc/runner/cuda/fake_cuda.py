@@ -81,7 +81,7 @@ class FakeTriton(TensorBackend):
 
     name = "triton"
 
-    def __init__(self, num_processors: int) -> None:
+    def __init__(self, num_processors: int, _shared_bytes: int) -> None:
         super().__init__()
         self.num_processors = num_processors
 
@@ -179,7 +179,13 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
         num_graphs = len(FakeGraph.alive)
         return (FREE_BYTES - (GRAPH_BYTES + NODES_BYTES * num_graphs if num_graphs else 0), 2 * FREE_BYTES)
 
-    properties = types.SimpleNamespace(name="a device", major=9, minor=0, multi_processor_count=NUM_PROCESSORS)
+    properties = types.SimpleNamespace(
+        name="a device",
+        major=9,
+        minor=0,
+        multi_processor_count=NUM_PROCESSORS,
+        shared_memory_per_block_optin=227 << 10,
+    )
     replaced: dict[str, Callable[..., object]] = {
         "CUDAGraph": FakeGraph,
         "Event": FakeEvent,

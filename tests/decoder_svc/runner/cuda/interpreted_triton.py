@@ -32,7 +32,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 # Triton must be found first.
 from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers, triton_splits  # noqa: E402
-from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_sizes  # noqa: E402
+from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_of  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, so many that they are, and those of an H100.
 FEW, SOME, MANY = 1, 24, 132
@@ -223,7 +223,7 @@ __all__ = [
     "TritonBackend",
     "fused_stack",
     "interpreted",
-    "tile_sizes",
+    "tile_of",
     "triton_attention",
     "triton_layers",
     "triton_splits",

@@ -31,6 +31,7 @@ NEEDS = AttentionNeeds(
     device=torch.device("cpu"),
     capability=(9, 0),
     num_processors=132,
+    shared_bytes=227 << 10,
 )
 
 

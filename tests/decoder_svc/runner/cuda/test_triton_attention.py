@@ -16,7 +16,7 @@ from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
-from tests.decoder_svc.runner.cuda.interpreted_triton import COMPILED_FOLDER, FEW, SOME, interpreted, tile_sizes
+from tests.decoder_svc.runner.cuda.interpreted_triton import COMPILED_FOLDER, FEW, SOME, interpreted, tile_of
 
 
 def decode(num_tokens: int) -> Chunk:
@@ -115,13 +115,19 @@ def test_parts_of_long_sequences_give_the_reference_results() -> None:
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("max_query_len", [1, 100])
-def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, max_query_len: int) -> None:
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
+def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, max_query_len: int, shared_bytes: int) -> None:
     key_bytes = element_bytes * head_dim
-    rows, keys = tile_sizes(key_bytes, 4, max_query_len)
-    assert rows >= 16
-    assert keys >= 16
-    # Queries, and two stages of keys and values: one in use, one being loaded.
-    assert (rows + 4 * keys) * key_bytes <= 96 << 10
+    tile = tile_of(key_bytes, 4, max_query_len, shared_bytes)
+    assert tile.num_rows >= 16
+    assert tile.num_keys >= 16
+    assert tile.num_stages >= 2
+    # Queries, and the keys and values that are loaded ahead.
+    assert (tile.num_rows + 2 * (tile.num_stages - 1) * tile.num_keys) * key_bytes <= shared_bytes
+
+
+def test_a_device_with_more_shared_memory_loads_further_ahead() -> None:
+    assert tile_of(256, 4, 1, 227 << 10).num_stages > tile_of(256, 4, 1, 64 << 10).num_stages
 
 
 # Bytes of shared memory that one program may use (CUDA C++ Programming Guide, technical specifications). The smallest
@@ -137,7 +143,12 @@ def test_the_kernels_compile_for_an_absent_gpu() -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.decoder_svc.runner.cuda.compiled_triton", *SHARED_BYTES],
+        [
+            sys.executable,
+            "-m",
+            "tests.decoder_svc.runner.cuda.compiled_triton",
+            *(f"{capability}={most}" for capability, most in SHARED_BYTES.items()),
+        ],
         env=environment | {"TRITON_CACHE_DIR": str(COMPILED_FOLDER), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

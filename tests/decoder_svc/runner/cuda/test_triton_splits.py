@@ -39,7 +39,7 @@ def parts_of(
 def grid_of(lengths: Sequence[Lengths], num_processors: int = MANY) -> triton_splits.SplitGrid:
     num_tokens = sum(num_new for num_new, _ in lengths)
     longest = max(num_tokens for _, num_tokens in lengths)
-    shape = triton_splits.StepShape(num_tokens, len(lengths), longest, NUM_HEADS, NUM_KV_HEADS, TOKENS_EACH)
+    shape = triton_splits.StepShape(num_tokens, len(lengths), longest, NUM_HEADS, NUM_KV_HEADS, TOKENS_EACH, fill=2)
     return triton_splits.split_grid(shape, num_processors)
 
 

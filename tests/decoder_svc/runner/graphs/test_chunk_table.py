@@ -66,12 +66,14 @@ def step(lengths: list[int], seed: int = 0, *, has_sliding_group: bool = True) -
 LENGTHS = st.lists(st.integers(1, 8), min_size=1, max_size=NUM_SEQUENCES)
 
 
-def test_sizes_pad_little_and_end_at_512_or_at_the_largest_step() -> None:
-    sizes = chunk_graph_sizes(2048)
-    assert sizes == (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-    for num_tokens in range(1, 513):
+def test_sizes_pad_little_and_end_at_2048_or_at_the_largest_step() -> None:
+    sizes = chunk_graph_sizes(8192)
+    assert sizes[:13] == (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    assert sizes[13:] == tuple(range(640, 2049, 128))
+    assert chunk_graph_sizes(2048) == sizes
+    for num_tokens in range(1, 2049):
         padding = next(size for size in sizes if size >= num_tokens) - num_tokens
-        assert padding < (32 if num_tokens <= 256 else 64)
+        assert padding < max(32, num_tokens / 4)
     assert chunk_graph_sizes(100)[-1] == 128
     assert chunk_graph_sizes(8) == (16,)
 
