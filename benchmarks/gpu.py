@@ -1,6 +1,6 @@
 """Is the CUDA path right, and how near to the device's limits is it? `--help` lists the options.
 
-Runs the model runner and the vision half alone, without scheduler and services, in stages. Each figure is written to a
+Most stages run the model runner and the vision half alone; `service` runs the whole system. Each figure is written to a
 JSON file as soon as it is known, so that a run that ends early leaves something. Without a CUDA device it prints so and
 ends.
 """
@@ -35,6 +35,7 @@ from benchmarks.gpu_decode import DecodeBench
 from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import continuous_batching_s, seconds_of
 from benchmarks.gpu_section import section
+from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from encoder_svc.settings import EncoderSettings
@@ -43,13 +44,14 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
-STAGES = ("checks", "decode", "attention", "encoder", "peer")
+STAGES = ("checks", "decode", "attention", "encoder", "service", "peer")
 _BATCHES, _CONTEXTS = (1, 8, 64), (1024, 8192)
 # (requests that decode, context, tokens of the new request).
 _MIXED = ((32, 1024, 64), (32, 1024, 256))
 _PREFILLS = ((1, 1024), (8, 1024))
 _ENCODER_BATCHES = (1, 4, 16)
 _IMAGE_SIDES = (448, 1036)
+_CALLERS = (1, 8, 64)
 _PEER_TOKENS = 32
 
 
@@ -84,6 +86,7 @@ def main() -> None:
         "decode": functools.partial(_decode, figures, device, arguments),
         "attention": lambda: figures.add("attention_s", attention_seconds(cuda_backends(device), device)),
         "encoder": functools.partial(_encoder, figures, device, arguments),
+        "service": functools.partial(_service, figures, device, arguments),
         "peer": functools.partial(_peer, figures, device, arguments),
     }
     for name in arguments.stage:
@@ -195,6 +198,12 @@ def encoder_rates(
         seconds = seconds_of(functools.partial(model.forward, [pixels] * batch), torch.device("cpu"))
         found[str(batch)] = batch / statistics.median(seconds)
     return found
+
+
+def _service(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
+    for name in arguments.model:
+        for cell in service_cells(_folder_of(name, arguments, device), _CALLERS):
+            figures.add("service", {"model": name} | cell)
 
 
 def _peer(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:

@@ -96,6 +96,10 @@ def _write(name: str, folder: pathlib.Path, device: torch.device) -> None:
     draw = torch.Generator(device).manual_seed(_SEED)
     # Tied weights are written once, under the name of the embedding table.
     weights = {key: _drawn(key, each.shape, draw, device) for key, each in model.named_parameters()}
+    head = weights["lm_head.weight" if "lm_head.weight" in weights else "model.language_model.embed_tokens.weight"]
+    # Ids without a token are never generated.
+    head[len(tokenizer) :] = 0.0
+    head[tokenizer.all_special_ids] = 0.0
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -18,7 +18,8 @@ def section(figures: Mapping[str, Any]) -> str:
     ]
     for rows, write in (
         ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
-        ("attention_s", _attention), ("encoder", _encoder), ("peer", _peer),
+        ("attention_s", _attention), ("encoder", _encoder), ("service", _service),
+        ("peer", _peer),
     ):  # fmt: skip
         if figures.get(rows):
             parts += write(figures[rows])
@@ -90,6 +91,20 @@ def _encoder(rows: _Rows) -> list[str]:
     ]
     head = ["model", "pixels", "images at once", "images per second"]
     return ["The encoder's forward pass, from prepared pixels to rows in main memory:", report.table(head, table)]
+
+
+def _service(rows: _Rows) -> list[str]:
+    table = [
+        [
+            row["model"], str(row["callers"]), "known" if row["reuse"] else "new",
+            f"{row['completion_tokens_per_s']:.0f}", f"{1000 * row['first_text_s']['p50']:.0f} ms",
+            f"{1000 * row['first_text_s']['p99']:.0f} ms", str(row["num_failed"]),
+        ]
+        for row in rows
+        if "callers" in row
+    ]  # fmt: skip
+    head = ["model", "callers", "pictures", "tokens per second", "first text, median", "99 %", "failed"]
+    return ["The whole system on one device, a picture of 448 × 448 in each request:", report.table(head, table)]
 
 
 def _peer(rows: _Rows) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -14,6 +15,7 @@ from benchmarks import gpu, gpu_checks, gpu_decode, report
 from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_section import section
+from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, largest_difference
 from decoder_svc.runner.attention import SdpaBackend
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
@@ -72,6 +74,8 @@ def test_every_stage_leaves_figures_that_make_a_section(
     monkeypatch.setattr(gpu, "_PREFILLS", ((1, 16),))
     monkeypatch.setattr(gpu, "_ENCODER_BATCHES", (1, 2))
     monkeypatch.setattr(gpu, "_IMAGE_SIDES", (56,))
+    monkeypatch.setattr(gpu, "_CALLERS", (2,))
+    monkeypatch.setattr(gpu, "service_cells", functools.partial(service_cells, num_tokens=4, device="cpu"))
     monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
     file, rates = tmp_path / "figures.json", gpu.encoder_rates
     monkeypatch.setattr(gpu, "encoder_rates", lambda *arguments: rates(*arguments, "cpu"))
@@ -82,8 +86,18 @@ def test_every_stage_leaves_figures_that_make_a_section(
     assert len(figures["decode"]) == 2 * 2 * 2
     assert {row["has_graphs"] for row in figures["mixed"]} == {True, False}
     assert [*figures["stage_s"][-1]] == ["peer"]
+    started, *served = figures["service"]
+    assert started["start_s"] > 0
+    assert [(row["num_failed"], row["image_rows"]["encoded"] > 0) for row in served] == [(0, True), (0, False)]
     text = section(figures)
-    for told in ("| tiny | 32 | 4 | sampled |", "| tiny | 1 | 16 |", "56 × 56", "not asked", "a pretended device"):
+    for told in (
+        "| tiny | 32 | 4 | sampled |",
+        "| tiny | 1 | 16 |",
+        "56 × 56",
+        "| tiny | 2 | known |",
+        "not asked",
+        "a pretended device",
+    ):
         assert told in text
 
 
