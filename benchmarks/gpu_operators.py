@@ -161,6 +161,7 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int, prompt_tokens: int =
 
     runner = runner_of(folder, GPUModelRunner, torch.float16, max_num_seqs=batch)
     driver = StepDriver(runner, batch, prompt_tokens + 4, use_graphs=False)
+    runner.overlaps_steps = False
     of_layers: list[int] = []
     with OperatorCount() as counter:
 

@@ -128,25 +128,28 @@ class StepDriver:
         seconds: list[float] = []
         noted_s = time.perf_counter()
 
-        def read(step: PendingStep) -> None:
+        def note(tokens: list[SampledToken]) -> None:
             nonlocal noted_s
             # The tokens are on the host now, so the device has finished the step.
-            found.append(step.tokens())
+            found.append(tokens)
             now_s = time.perf_counter()
             seconds.append(now_s - noted_s)
             noted_s = now_s
 
         pending: PendingStep | None = None
         for output in outputs:
-            if pending is not None and not (self.runner.overlaps_steps and pending.may_run_ahead):
-                read(pending)
+            if not self.runner.overlaps_steps:
+                note(self.runner.execute_model(output))
+                continue
+            if pending is not None and not pending.may_run_ahead:
+                note(pending.tokens())
                 pending = None
             launched = self.runner.launch(output)
             if pending is not None:
-                read(pending)
+                note(pending.tokens())
             pending = launched
         if pending is not None:
-            read(pending)
+            note(pending.tokens())
         return found, seconds
 
     def _admitted(self, batch: int, num_tokens: int, params: SamplingParams) -> tuple[AdmittedRequest, ...]:
