@@ -2,9 +2,8 @@
 
 A piece of work is a tile of one sequence's new tokens and the query heads of one key head, as rows of one matrix, and a
 part of the keys that any row sees. A program walks over these keys in place, with a running maximum and sum
-(FlashAttention-2, arXiv:2307.08691). The parts of long sequences are joined (Flash-Decoding) by the program that ends
-last. The device computes their number (`triton_splits.py`). Nothing is read on the host, so a step can be recorded as a
-graph.
+(FlashAttention-2, arXiv:2307.08691). The parts of long sequences are joined (Flash-Decoding). The device computes their
+number (`triton_splits.py`). Nothing is read on the host, so a step can be recorded as a graph.
 
 The bits of a sequence's result depend on its own queries, keys, values and lengths, on the number of sequences with new
 tokens in the step, and on whether any of them has more than one. They do not depend on other sequences' contents and
@@ -25,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.cuda.triton_splits import (
-    MAX_PARTIALS,
     StepShape,
     divided,
     entry,
+    join,
     owner,
     partial_counts,
     split_grid,
@@ -130,35 +129,10 @@ def _walk(
     return sums, total, largest
 
 
-@triton.jit
-def _joined(partial_sums, partial_stats, part, is_row, num_parts, NUM_ROWS: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Returns each row's result of all parts, joined in their order. `part` is the place of a row's first part.
-
-    A part without keys has the sum 0 and the maximum -inf. Other multiprocessors wrote these numbers, so they are read
-    from the cache that all share.
-    """
-    dims = tl.arange(0, PADDED_DIM)
-    largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
-    for index in range(num_parts):
-        stat = partial_stats + (part + index) * 2
-        largest = tl.maximum(largest, tl.load(stat, mask=is_row, other=0.0, cache_modifier=".cg"))
-    total = tl.full([NUM_ROWS], 0.0, tl.float32)
-    sums = tl.full([NUM_ROWS, PADDED_DIM], 0.0, tl.float32)
-    for index in range(num_parts):
-        place = part + index
-        scale = tl.exp(tl.load(partial_stats + place * 2, mask=is_row, other=0.0, cache_modifier=".cg") - largest)
-        total += tl.load(partial_stats + place * 2 + 1, mask=is_row, other=1.0, cache_modifier=".cg") * scale
-        sums += scale[:, None] * tl.load(
-            partial_sums + place[:, None] * PADDED_DIM + dims[None, :],
-            mask=is_row[:, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-    return sums / total[:, None]
-
-
 # These numbers differ between steps. A variant for 1 and for multiples of 16 would be compiled while serving.
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "window", "wanted_each"])
 def _attend(
-    query, keys, values, output, partial_sums, partial_stats, arrivals,
+    query, keys, values, output, partial_sums, partial_stats,
     block_table, first_keys, query_starts, kv_lens, mutual_starts, mutual_stops,
     table_stride, num_sequences, wanted_each, scale, softcap, window,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -213,20 +187,14 @@ def _attend(
             tl.store(output + place, result, mask=is_stored)
         else:
             # Partial results are [tokens of divided sequences, heads, parts, …].
-            first_partial = entry(is_owner, partial_starts)
-            part = (first_partial + token * num_parts).to(tl.int64) * num_heads + head * num_parts
-            own = part + own_piece % num_parts
-            tl.store(partial_sums + own[:, None] * PADDED_DIM + dims[None, :], sums, mask=is_row[:, None])
-            tl.store(partial_stats + own * 2, largest, mask=is_row)
-            tl.store(partial_stats + own * 2 + 1, total, mask=is_row)
-            # Of the programs of a tile, the one that ends last joins all parts. Others have stored theirs by then.
-            tl.debug_barrier()
-            arrival = arrivals + (first_partial + own_piece // num_parts * tokens_each * num_parts) * NUM_KV_HEADS
-            if tl.atomic_add(arrival + kv_head, 1, sem="acq_rel") == num_parts - 1:
-                tl.debug_barrier()
-                result = _joined(partial_sums, partial_stats, part, is_row, num_parts, NUM_ROWS, PADDED_DIM)
-                tl.store(output + place, result.to(output.dtype.element_ty), mask=is_stored)
-                tl.store(arrival + kv_head, 0)
+            part = (
+                (entry(is_owner, partial_starts) + token * num_parts).to(tl.int64) * num_heads
+                + head * num_parts
+                + own_piece % num_parts
+            )
+            tl.store(partial_sums + part[:, None] * PADDED_DIM + dims[None, :], sums, mask=is_row[:, None])
+            tl.store(partial_stats + part * 2, largest, mask=is_row)
+            tl.store(partial_stats + part * 2 + 1, total, mask=is_row)
 
 
 class TritonBackend(PagedBackend):
@@ -240,28 +208,10 @@ class TritonBackend(PagedBackend):
         self._num_processors = num_processors
         self._shared_bytes = shared_bytes
 
-    def allocate(
-        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Implements AttentionBackend.allocate."""
-        pools = super().allocate(spec, num_blocks, num_sliding_blocks, device)
-        self._count_arrivals()
-        return pools
-
-    def share_pools(self, other: PagedBackend) -> None:
-        """Implements PagedBackend.share_pools."""
-        super().share_pools(other)
-        self._count_arrivals()
-
-    def _count_arrivals(self) -> None:
-        """Makes the counts of programs that have stored their part, one for each tile. All are 0 between kernels."""
-        keys = self._pools[0][0]
-        self._arrivals = torch.zeros(MAX_PARTIALS.value * keys.shape[2], dtype=torch.int32, device=keys.device)
-
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """Implements PagedBackend.attend_paged by one kernel."""
+        """Implements PagedBackend.attend_paged: one kernel, and a second one to join parts."""
         keys, values = self._pools[layer]
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[2]
@@ -274,6 +224,7 @@ class TritonBackend(PagedBackend):
             num_tokens,
             num_sequences,
             step.max_kv_len,
+            num_heads,
             num_kv_heads,
             tokens_each=num_rows // num_groups,
             fill=tile.fill,
@@ -285,9 +236,14 @@ class TritonBackend(PagedBackend):
             torch.empty(grid.num_partials * num_heads * size, dtype=torch.float32, device=query.device)
             for size in (padded_dim, 2)
         )
+        lengths = (step.query_starts, step.kv_lens, group.first_keys)
+        shared = {
+            "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "PADDED_SEQUENCES": grid.padded_sequences,
+            "HAS_WINDOW": options.window is not None,
+        }  # fmt: skip
         mutual = step.mutual
         _attend[(grid.num_programs,)](
-            query, keys, values, output, sums, stats, self._arrivals,
+            query, keys, values, output, sums, stats,
             group.block_table, group.first_keys, step.query_starts, step.kv_lens,
             step.kv_lens if mutual is None else mutual.starts, step.kv_lens if mutual is None else mutual.stops,
             group.block_table.stride(0), num_sequences, grid.wanted_each,
@@ -295,9 +251,13 @@ class TritonBackend(PagedBackend):
             NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=keys.shape[1],
             NUM_ROWS=num_rows, NUM_KEYS=tile.num_keys, HAS_SOFTCAP=options.softcap is not None,
             HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
-            HEAD_DIM=head_dim, PADDED_DIM=padded_dim, PADDED_SEQUENCES=grid.padded_sequences,
-            HAS_WINDOW=options.window is not None, num_stages=tile.num_stages,
+            num_stages=tile.num_stages, **shared,
         )  # fmt: skip
+        if grid.num_joining:
+            join[(grid.num_joining,)](
+                sums, stats, output, *lengths, num_sequences, options.window or 0, grid.wanted_each,
+                NUM_HEADS=num_heads, TOKENS_EACH=num_rows // num_groups, **shared,
+            )  # fmt: skip
         return output
 
 

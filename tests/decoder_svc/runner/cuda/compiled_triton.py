@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decoder_svc.runner.cuda import triton_attention, triton_layers
+from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
 from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
 from encoder_svc.vision import varlen_kernel
 
@@ -39,7 +39,7 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        others = tuple(_layer_sources()) if capability == [*shared_bytes][-1] else ()
+        others = (_join_source(), *_layer_sources()) if capability == [*shared_bytes][-1] else ()
         for source in (*others, _window_source("bf16", 80), _window_source("fp32", 128)):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
@@ -71,7 +71,7 @@ def _attend_source(
         "IS_MUTUAL_BEYOND_WINDOW": is_chunk and has_window,
     }
     types = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
-    types |= dict.fromkeys(("partial_sums", "partial_stats"), "*fp32") | {"arrivals": "*i32"}
+    types |= dict.fromkeys(("partial_sums", "partial_stats"), "*fp32")
     types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
     types |= {"scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
@@ -83,6 +83,16 @@ def _attend_source(
     }
     signature = {name: types[name] for name in kernel.arg_names}
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+
+
+def _join_source() -> Any:
+    constants = {"NUM_HEADS": 28, "HEAD_DIM": 80, "PADDED_DIM": 128, "TOKENS_EACH": 9, "PADDED_SEQUENCES": 64}
+    constants["HAS_WINDOW"] = True
+    kernel = triton_splits.join
+    types = {"partial_sums": "*fp32", "partial_stats": "*fp32", "output": "*bf16"}
+    types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
+    types |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
 
 
 def _window_source(dtype: str, head_dim: int) -> Any:

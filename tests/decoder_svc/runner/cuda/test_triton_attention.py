@@ -110,10 +110,6 @@ def test_parts_of_long_sequences_give_the_reference_results() -> None:
     chunks = [Chunk(700, 670, 670, 700), decode(3), decode(500), Chunk(20, 0, 0, 20)]
     step = Step(chunks, Sizes(16, 2, 2, 16), 2, torch.float32, backend=functools.partial(interpreted, SOME))
     step.check(LayerOptions(0.25))
-    # The counts of programs are at 0 again, so the next layer joins its parts, too.
-    assert not step.backend._arrivals.any()
-    step.check(LayerOptions(0.5))
-    assert not step.backend._arrivals.any()
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -39,7 +39,7 @@ def parts_of(
 def grid_of(lengths: Sequence[Lengths], num_processors: int = MANY) -> triton_splits.SplitGrid:
     num_tokens = sum(num_new for num_new, _ in lengths)
     longest = max(num_tokens for _, num_tokens in lengths)
-    shape = triton_splits.StepShape(num_tokens, len(lengths), longest, NUM_KV_HEADS, TOKENS_EACH, fill=2)
+    shape = triton_splits.StepShape(num_tokens, len(lengths), longest, NUM_HEADS, NUM_KV_HEADS, TOKENS_EACH, fill=2)
     return triton_splits.split_grid(shape, num_processors)
 
 
@@ -101,10 +101,10 @@ def test_a_grid_holds_all_sequences_and_is_no_larger_than_the_device(num_sequenc
     grid = grid_of([(1, 4000)] * num_sequences)
     assert grid.padded_sequences >= num_sequences
     assert 0 < grid.num_programs <= 2 * MANY
-    assert grid.num_partials > 0
+    assert grid.num_joining > 0
 
 
 def test_memory_for_partial_results_does_not_depend_on_lengths() -> None:
     short, long = grid_of([(1, 128)] * 8), grid_of([(1, 131_072)] * 8)
     assert short.num_partials == long.num_partials
-    assert short.num_programs == 8 * NUM_KV_HEADS
+    assert (short.num_programs, short.num_joining) == (8 * NUM_KV_HEADS, 0)
