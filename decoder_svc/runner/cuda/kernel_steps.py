@@ -1,7 +1,7 @@
 """Small steps of every kind for which Triton compiles its own kernels. Start-up runs them, so serving compiles nothing.
 
-A kernel depends on the model, on whether a sequence has more than one new token, on whether a token sees later ones,
-and on the number of sequences, rounded up to a power of two.
+A kernel depends on the model, on whether a sequence has more than one new token, on whether the step has many tokens,
+on whether a token sees later ones, and on the number of sequences, rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -17,20 +17,32 @@ from lookonce.families.base import Mask
 
 # Up to this many sequences share kernels (`triton_splits.py`).
 _NUM_SEQUENCES = 64
+# Steps with more tokens than this are steps with many (`triton_attention.py`). It is one of the sizes of graphs
+# (`chunk_table.py`), so padding makes no difference.
+MAX_NARROW_TOKENS = 128
 
 
-def kernel_steps(max_num_seqs: int, mask: Mask, *, has_sliding_group: bool) -> Iterator[SchedulerOutput]:
+def kernel_steps(
+    max_num_seqs: int, mask: Mask, block_size: int, *, has_sliding_group: bool
+) -> Iterator[SchedulerOutput]:
     """Yields the steps, each followed by one that releases its requests. All tokens are in block 0."""
     later = (False,) if mask is Mask.CAUSAL else (False, True)
-    for num_sequences, num_tokens, sees_later in itertools.product(_sequence_counts(max_num_seqs), (1, 2), later):
+    for num_sequences, in_all, sees_later in itertools.product(
+        _sequence_counts(max_num_seqs), (1, 2, MAX_NARROW_TOKENS + 1), later
+    ):
+        # A step of sequences with two tokens may have many tokens already.
+        num_tokens = max(min(in_all, 2), -(-in_all // num_sequences))
         names = [RequestId(f"kernels-{index}") for index in range(num_sequences)]
         spans = (Span(0, num_tokens),) if sees_later else ()
         params = SamplingParams(max_tokens=1)
         admitted = tuple(
             AdmittedRequest(name, (0,) * num_tokens, num_tokens, (), None, spans, params) for name in names
         )
-        sliding = SlidingTable(0, 0, (0,)) if has_sliding_group else None
-        chunks = tuple(ScheduledChunk(name, 0, num_tokens, 0, 0, (0,), samples=True, sliding=sliding) for name in names)
+        table = (0,) * -(-num_tokens // block_size)
+        sliding = SlidingTable(0, 0, table) if has_sliding_group else None
+        chunks = tuple(
+            ScheduledChunk(name, 0, num_tokens, 0, 0, table, samples=True, sliding=sliding) for name in names
+        )
         yield SchedulerOutput(admitted, chunks, (), (), ())
         yield SchedulerOutput((), (), tuple(names), (), ())
 

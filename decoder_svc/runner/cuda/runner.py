@@ -98,7 +98,8 @@ class GPUModelRunner(ModelRunnerBase):
         """Runs a small step of every kind. `initialize_kv_cache` must be called afterwards."""
         self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
         has_sliding_group = self.get_kv_cache_spec().window is not None
-        for step in kernel_steps(self.config.max_num_seqs, self.family.mask, has_sliding_group=has_sliding_group):
+        sizes = self.config.max_num_seqs, self.family.mask, self.config.block_size
+        for step in kernel_steps(*sizes, has_sliding_group=has_sliding_group):
             self.execute_model(step)
 
     def capture_model(self) -> None:

@@ -6,8 +6,8 @@ part of the keys that any row sees. A program walks over these keys in place, wi
 number (`triton_splits.py`). Nothing is read on the host, so a step can be recorded as a graph.
 
 The bits of a sequence's result depend on its own queries, keys, values and lengths, on the number of sequences with new
-tokens in the step, and on whether any of them has more than one. They do not depend on other sequences' contents and
-lengths, on the order of sequences, on empty ones, or on whether the step is recorded.
+tokens in the step, and on whether the step has prompt chunks and many tokens. They do not depend on other sequences'
+contents and lengths, on the order of sequences, on empty ones, or on whether the step is recorded.
 
 Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decoder_svc.runner.attention import LayerOptions
+from decoder_svc.runner.cuda.kernel_steps import MAX_NARROW_TOKENS
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.cuda.triton_splits import (
     StepShape,
@@ -40,15 +41,14 @@ from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 # Smallest side of a matrix that the matrix units multiply.
 _MIN_TILE = 16
-# Rows of a program if a sequence has more than one new token.
+# Rows of a program in a step with prompt chunks and many tokens. In a step with few tokens, most sequences have a
+# single one, and would leave most of these rows empty.
 _CHUNK_ROWS = 64
 # Bytes of a tile of keys.
 _TILE_BYTES = 16 << 10
 # Shared memory that does not depend on the tile.
 _OTHER_BYTES = 8 << 10
-# Stages and fill (see Tile) without and with sequences that have more than one new token.
-_DECODE_STAGES, _DECODE_FILL = 4, 1
-_CHUNK_STAGES, _CHUNK_FILL = 3, 2
+_MAX_STAGES = 3
 # Shared memory of a program on devices of compute capability 8.6 and 8.9; others have more.
 LEAST_SHARED_BYTES = 99 << 10
 
@@ -217,7 +217,8 @@ class TritonBackend(PagedBackend):
         num_kv_heads = keys.shape[2]
         num_groups = num_heads // num_kv_heads
         padded_dim = max(_MIN_TILE, triton.next_power_of_2(head_dim))
-        tile = tile_of(padded_dim * keys.element_size(), num_groups, step.max_query_len, self._shared_bytes)
+        num_counted = 1 if step.max_query_len == 1 else num_tokens
+        tile = tile_of(padded_dim * keys.element_size(), num_groups, num_counted, self._shared_bytes)
         num_rows = tile.num_rows
         num_sequences = len(step.kv_lens)
         shape = StepShape(
@@ -227,7 +228,6 @@ class TritonBackend(PagedBackend):
             num_heads,
             num_kv_heads,
             tokens_each=num_rows // num_groups,
-            fill=tile.fill,
         )
         grid = split_grid(shape, self._num_processors)
         query = query.contiguous()
@@ -263,27 +263,25 @@ class TritonBackend(PagedBackend):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The part of the work that a program does at a time, and how."""
+    """The part of the work that a program does at a time."""
 
     # Rows of queries, and keys; powers of two.
     num_rows: int
     num_keys: int
     # 1, and the number of tiles of keys and values that are loaded ahead.
     num_stages: int
-    # Programs of each multiprocessor among which a step's keys are divided.
-    fill: int
 
 
-def tile_of(key_bytes: int, num_groups: int, max_query_len: int, shared_bytes: int) -> Tile:
+def tile_of(key_bytes: int, num_groups: int, num_tokens: int, shared_bytes: int) -> Tile:
     """Returns a tile that fits into the shared memory of a program; sizes are those that were fastest on an H100.
 
-    `key_bytes` is the size of one key of one head.
+    `key_bytes` is the size of one key of one head. A step has `num_tokens` tokens, which count as 1 if no sequence
+    has more than one.
     """
-    is_decode = max_query_len == 1
-    least = max(_MIN_TILE, triton.next_power_of_2(num_groups))
-    rows = least if is_decode else max(least, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
+    rows = max(_MIN_TILE, triton.next_power_of_2(num_groups))
+    if num_tokens > MAX_NARROW_TOKENS:
+        rows = max(rows, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
     keys = max(_MIN_TILE, _TILE_BYTES // key_bytes)
     # Queries, weights, and the conversion of sums take memory as well.
     left = shared_bytes - 3 * rows * key_bytes - _OTHER_BYTES
-    stages = min(_DECODE_STAGES if is_decode else _CHUNK_STAGES, max(1, left // (2 * keys * key_bytes)) + 1)
-    return Tile(rows, keys, stages, fill=_DECODE_FILL if is_decode else _CHUNK_FILL)
+    return Tile(rows, keys, num_stages=min(_MAX_STAGES, max(1, left // (2 * keys * key_bytes)) + 1))

@@ -48,8 +48,6 @@ class StepShape:
     num_kv_heads: int
     # Tokens of a tile.
     tokens_each: int
-    # Programs of each multiprocessor among which the keys of sequences are divided.
-    fill: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class SplitGrid:
 def split_grid(shape: StepShape, num_processors: int) -> SplitGrid:
     """Returns the grid for steps of this shape."""
     filling = _PROGRAMS_EACH * num_processors
-    wanted_each = max(1, shape.fill * num_processors // shape.num_kv_heads)
+    wanted_each = max(1, num_processors // shape.num_kv_heads)
     max_parts = min(wanted_each, _MAX_PARTS.value)
     possible_parts = min(max_parts, triton.cdiv(shape.max_kv_len, _MIN_PART_KEYS.value))
     # Each sequence has less than one tile that is not full.

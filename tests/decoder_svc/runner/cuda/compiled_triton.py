@@ -49,7 +49,7 @@ def main() -> None:
 
 def _tile(dtype: str, head_dim: int, is_chunk: bool, shared_bytes: int) -> Tile:
     key_bytes = head_dim * (4 if dtype == "fp32" else 2)
-    return tile_of(key_bytes, _NUM_GROUPS, 100 if is_chunk else 1, shared_bytes)
+    return tile_of(key_bytes, _NUM_GROUPS, 1000 if is_chunk else 1, shared_bytes)
 
 
 def _attend_source(

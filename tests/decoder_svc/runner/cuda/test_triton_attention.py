@@ -114,11 +114,11 @@ def test_parts_of_long_sequences_give_the_reference_results() -> None:
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("max_query_len", [1, 100])
+@pytest.mark.parametrize("num_tokens", [1, 100, 1000])
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
-def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, max_query_len: int, shared_bytes: int) -> None:
+def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, num_tokens: int, shared_bytes: int) -> None:
     key_bytes = element_bytes * head_dim
-    tile = tile_of(key_bytes, 4, max_query_len, shared_bytes)
+    tile = tile_of(key_bytes, 4, num_tokens, shared_bytes)
     assert tile.num_rows >= 16
     assert tile.num_keys >= 16
     assert tile.num_stages >= 2

@@ -39,25 +39,25 @@ def parts_of(
 def grid_of(lengths: Sequence[Lengths], num_processors: int = MANY) -> triton_splits.SplitGrid:
     num_tokens = sum(num_new for num_new, _ in lengths)
     longest = max(num_tokens for _, num_tokens in lengths)
-    shape = triton_splits.StepShape(num_tokens, len(lengths), longest, NUM_HEADS, NUM_KV_HEADS, TOKENS_EACH, fill=2)
+    shape = triton_splits.StepShape(num_tokens, len(lengths), longest, NUM_HEADS, NUM_KV_HEADS, TOKENS_EACH)
     return triton_splits.split_grid(shape, num_processors)
 
 
 def test_long_sequences_have_more_parts() -> None:
     lengths = [(1, 100), (1, 4000), (1, 131_072), (0, 5000)]
-    assert [parts for _, _, parts in parts_of(lengths)] == [1, 32, 66, 40]
+    assert [parts for _, _, parts in parts_of(lengths)] == [1, 32, 33, 33]
     assert [parts for _, _, parts in parts_of(lengths, window=512)] == [1, 5, 5, 4]
 
 
 def test_a_full_batch_divides_only_what_is_longer_than_others() -> None:
     lengths = [(1, 1000)] * 63 + [(1, 32_000)]
     parts = [parts for _, _, parts in parts_of(lengths)]
-    assert parts == [2] * 63 + [33]
-    assert {parts for _, _, parts in parts_of([(1, 1000)] * 80)} == {1}
+    assert parts == [1] * 63 + [32]
+    assert {parts for _, _, parts in parts_of([(1, 1000)] * 30)} == {2}
 
 
 def test_a_chunk_over_a_cached_prompt_is_divided_and_a_whole_prompt_is_not() -> None:
-    assert parts_of([(30, 4000)]) == [(30, 4, 16)]
+    assert parts_of([(30, 4000)]) == [(30, 4, 8)]
     assert parts_of([(512, 512), (1, 2000)])[0] == (512, 57, 1)
 
 
