@@ -52,7 +52,10 @@ def _import_lean() -> None:
             transformers.utils.is_torch_distributed_available()
     finally:
         if isinstance(stand_in, _CompilerStandIn):
-            del sys.modules[_COMPILER]
+            # Its submodules would not become attributes of the real package. torchvision, where it is installed, has
+            # some of them imported.
+            for name in [each for each in sys.modules if each == _COMPILER or each.startswith(f"{_COMPILER}.")]:
+                del sys.modules[name]
             vars(torch).pop(_COMPILER.rpartition(".")[2], None)
 
 

@@ -98,3 +98,19 @@ def test_names_and_masks_that_need_the_compiler_s_class_are_those_of_a_plain_imp
     lean, plain = lines
     assert lean[1:3] == plain
     assert len(plain) == 2
+
+
+def test_the_compiler_works_after_a_library_has_imported_parts_of_it_meanwhile() -> None:
+    """Transformers imports torchvision, where it is installed, and torchvision imports parts of the compiler."""
+    meanwhile = """
+        from lookonce.model import lean_transformers
+        import_models = lean_transformers._import_models
+        def with_library():
+            import torch._dynamo.utils
+            import_models()
+        lean_transformers._import_models = with_library
+        lean_transformers.import_lean_transformers()
+        import torch
+        print(torch.compiler.disable(lambda: 5)())
+    """
+    assert outputs_of(textwrap.dedent(meanwhile) + textwrap.dedent(COMPILED)) == [["5", "[1.0, 1.0]", "1", "True"]]
