@@ -147,10 +147,10 @@ def simulated_cuda() -> Iterator[Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     # The folder into which `make venv` installs Triton.
     sys.path.append(str(pathlib.Path(sys.prefix) / "triton"))
-    from decoder_svc.runner.cuda import triton_attention, triton_layers
+    from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties
     from tests.decoder_svc.runner.cuda.fake_cuda import installed
 
-    with installed(triton_attention, triton_layers) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties) as cuda:
         yield cuda
 
 
@@ -249,7 +249,8 @@ def _mixed_steps(batch: int, lengths: MixedLengths, width: int) -> tuple[Schedul
 def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:
     """Counts the operators of sampling the second step of a batch."""
     from decoder_svc.runner.host_transfer import PinnedTransfer
-    from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+    from decoder_svc.runner.sampling.sample_row import SampleRow
+    from decoder_svc.runner.sampling.sampler import Sampler
     from decoder_svc.runner.sampling.sampling_state import SamplingState
 
     params = KINDS[kind]

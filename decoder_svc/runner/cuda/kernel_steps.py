@@ -1,7 +1,8 @@
 """Small steps of every kind for which Triton compiles its own kernels. Start-up runs them, so serving compiles nothing.
 
-A kernel depends on the model, on whether a sequence has more than one new token, on whether a token sees later ones,
-and on the number of sequences, rounded up to a power of two.
+A kernel of a layer depends on the model, on whether a sequence has more than one new token, on whether a token sees
+later ones, and on the number of sequences, rounded up to a power of two. The kernel for penalties depends on the model
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def kernel_steps(max_num_seqs: int, mask: Mask, *, has_sliding_group: bool) -> I
     for num_sequences, num_tokens, sees_later in itertools.product(_sequence_counts(max_num_seqs), (1, 2), later):
         names = [RequestId(f"kernels-{index}") for index in range(num_sequences)]
         spans = (Span(0, num_tokens),) if sees_later else ()
-        params = SamplingParams(max_tokens=1)
+        params = SamplingParams(max_tokens=1, repetition_penalty=1.05)
         admitted = tuple(
             AdmittedRequest(name, (0,) * num_tokens, num_tokens, (), None, spans, params) for name in names
         )
