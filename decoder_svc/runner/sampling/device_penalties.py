@@ -46,7 +46,7 @@ def penalised_logits(logits: Tensor, counts: Tensor, slots: Tensor, numbers: Ten
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What the device needs to penalise and count the rows of a batch."""
+    """Slots and parameters of a batch on the device, copied there once."""
 
     batch: SamplingBatch
     # Per row of logits: its slot, on the host and as int64 [num_rows] on the device.

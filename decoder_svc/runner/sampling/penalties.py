@@ -24,7 +24,7 @@ LARGEST_SCORE = torch.finfo(torch.float32).max
 
 
 def _ignore(_: object) -> None:
-    """Does nothing."""
+    """Does nothing, since the host learns the ids anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class HostPenalties:
         self._move = move
 
     def apply(self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> PenalisedLogits:
-        """Implements Penalties.apply."""
+        """Implements Penalties.apply. The next step has to wait for the ids."""
         copied = logits.to(torch.float32, copy=True)
         self.change(copied, rows, batch.penalised, batch)
         return PenalisedLogits(copied)

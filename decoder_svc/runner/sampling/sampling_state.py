@@ -10,7 +10,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 # Random numbers made by one call of the generator: creating it takes longer than drawing all of these.
-_DRAWS_AT_ONCE = 32
+_DRAWS_AT_ONCE = 128
 # A Philox counter stands for this many 64-bit numbers (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
 _PHILOX_WORDS = 4
 
@@ -79,7 +79,7 @@ class CountSlot:
         self.free = free
         # Number of tokens at the beginning of the sequence that are counted; None: the row has to be counted anew.
         self.num_counted: int | None = None
-        # How often the row was counted anew.
+        # Number of times that the row was counted anew.
         self.version = 0
 
 

@@ -11,6 +11,7 @@ import torch
 
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.worst_case import WorstCase
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.embedding_meta import RowDtype
 from tests import tiny_models
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
@@ -95,6 +96,8 @@ def test_nothing_is_compiled_while_serving(name: str, tiny_family: Callable[[str
         questions = sorted(model.questions, key=lambda question: len(question.prompt.token_ids))
         prompts = [questions[0].prompt, next(each.prompt for each in questions if each.prompt.images)]
         answers = session.ask(prompts, max_tokens=NUM_TOKENS)
+        penalised = SamplingParams(max_tokens=NUM_TOKENS, repetition_penalty=1.3, frequency_penalty=0.5)
+        session.ask(prompts, params=penalised)
         # Everything is cached now, so prompts compute their last token alone.
         assert session.ask(prompts, max_tokens=NUM_TOKENS).token_ids == answers.token_ids
     torch.set_num_threads(num_threads)
