@@ -8,6 +8,7 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,10 +85,10 @@ class Asked:
 
 
 def random_asked(rng: random.Random, index: int) -> Asked:
-    sampled = rng.choice(
+    sampled: dict[str, Any] = rng.choice(
         ({}, {"temperature": 1.2, "top_k": 30}, {"temperature": 1.5}, {"temperature": 1.0, "top_p": 0.9})
     )
-    penalties = rng.choice(
+    penalties: dict[str, Any] = rng.choice(
         (
             {},
             {"repetition_penalty": 1.05},
@@ -96,7 +97,7 @@ def random_asked(rng: random.Random, index: int) -> Asked:
             {"repetition_penalty": 1.3, "presence_penalty": -0.4, "frequency_penalty": 1.1},
         )
     )
-    other = rng.choice(
+    other: dict[str, Any] = rng.choice(
         (
             {},
             {},
@@ -345,7 +346,7 @@ def repeated_draws_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
 def slots_keep_the_counts_of_the_request_before(patch: pytest.MonkeyPatch) -> None:
     init = DevicePenalties.__init__
 
-    class Unfilled(Tensor):
+    class Unfilled(Tensor):  # type: ignore[misc]  # torch is untyped here
         def index_fill_(self, dim: int, index: Tensor, value: int) -> Tensor:
             return self if value == 0 else super().index_fill_(dim, index, value)
 
