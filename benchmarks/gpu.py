@@ -30,6 +30,7 @@ from benchmarks.gpu_checks import (
     graphs_give_the_same_bits,
     overlapped_steps_give_the_same_ids,
     parity,
+    penalties_agree,
 )
 from benchmarks.gpu_decode import DecodeBench
 from benchmarks.gpu_models import SHAPES, shaped_folder
@@ -130,6 +131,8 @@ def _folder_of(name: str, arguments: argparse.Namespace, device: torch.device) -
 def _checks(figures: Figures, device: torch.device) -> None:
     folder = models.small_llava(torch.bfloat16)
     for check in backends_agree(cuda_backends(device), device):
+        figures.add("checks", asdict(check))
+    for check in penalties_agree(device):
         figures.add("checks", asdict(check))
     bench = DecodeBench("small", folder, GPUModelRunner, max_batch=64, max_tokens=128)
     figures.add("backend", {"small": bench.driver.runner.backend.name})

@@ -17,6 +17,7 @@ from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
+from decoder_svc.runner.sampling.device_penalties import IN_PROMPT, penalised_logits
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
 
@@ -133,6 +134,34 @@ def backends_agree(backends: Mapping[str, Callable[[], AttentionBackend]], devic
                 checks.append(
                     Check(f"{backend} against sdpa: {name}", largest <= 2e-2, f"{largest:.2g} at most; 0.02 passes")
                 )
+    return checks
+
+
+# Rows and vocabulary of penalised logits.
+PENALISED = (64, 151_936)
+
+
+def penalties_agree(device: torch.device) -> list[Check]:
+    """Compares the kernel for penalties with PyTorch's operators on the CPU, which must have the same bits."""
+    try:
+        from decoder_svc.runner.cuda.triton_penalties import penalised_logits as by_kernel
+    except ImportError:
+        return []
+    num_rows, vocab = PENALISED
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(-9, 9, (num_rows, vocab), generator=generator, dtype=torch.int32).clamp_(min=0)
+    counts += IN_PROMPT * torch.randint(0, 2, counts.shape, generator=generator, dtype=torch.int32)
+    numbers = torch.rand(num_rows, 4, generator=generator) * 2 + 0.1
+    numbers[:, 3] = torch.inf
+    slots = torch.randperm(num_rows, generator=generator)
+    checks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (torch.randn(num_rows, vocab, generator=generator) * 9).to(dtype)
+        arguments = (logits, counts, slots, numbers)
+        found = by_kernel(*(each.to(device) for each in arguments)).cpu()
+        num_other = int((found.view(torch.int32) != penalised_logits(*arguments).view(torch.int32)).sum())
+        name = f"the kernel for penalties against operators on the CPU: {_word(dtype)}"
+        checks.append(Check(name, num_other == 0, f"{num_other} of {found.numel()} numbers have other bits; 0 passes"))
     return checks
 
 

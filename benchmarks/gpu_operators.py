@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,10 +148,10 @@ def simulated_cuda() -> Iterator[Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     # The folder into which `make venv` installs Triton.
     sys.path.append(str(pathlib.Path(sys.prefix) / "triton"))
-    from decoder_svc.runner.cuda import triton_attention, triton_layers
+    from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties
     from tests.decoder_svc.runner.cuda.fake_cuda import installed
 
-    with installed(triton_attention, triton_layers) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties) as cuda:
         yield cuda
 
 
@@ -249,8 +250,11 @@ def _mixed_steps(batch: int, lengths: MixedLengths, width: int) -> tuple[Schedul
 
 def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:
     """Counts the operators of sampling the second step of a batch."""
+    from decoder_svc.runner.cuda.triton_penalties import penalised_logits
     from decoder_svc.runner.host_transfer import PinnedTransfer
-    from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+    from decoder_svc.runner.sampling.device_penalties import DevicePenalties
+    from decoder_svc.runner.sampling.sample_row import SampleRow
+    from decoder_svc.runner.sampling.sampler import Sampler
     from decoder_svc.runner.sampling.sampling_state import SamplingState
 
     params = KINDS[kind]
@@ -260,14 +264,21 @@ def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:
     ids = torch.randint(0, _VOCAB, (64,), generator=generator).numpy()
     rows = [SampleRow(params, ids, 32, SamplingState(index, 32)) for index in range(batch)]
     device = torch.device("cuda", 0)
-    sampler = Sampler(PinnedTransfer(device).move)
+    move = PinnedTransfer(device).move
+    sampler = Sampler(move, penalties=DevicePenalties(batch, _VOCAB, device, move, penalised_logits))
     on_device = logits.to(device)
     with torch.inference_mode():
-        sampler.sample(on_device, rows)
+        token_ids, _ = sampler.sample(on_device, rows)
+        rows = [
+            replace(row, token_ids=np.append(row.token_ids, token_id))
+            for row, token_id in zip(rows, token_ids, strict=True)
+        ]
+        num_launches = cuda.device.num_launches
         with OperatorCount() as counter, cuda.device.noting() as events:
             sampler.sample(on_device, rows)
     copies = sum(event.kind == "pinned" for event in events)
-    return SampleCount(batch, kind, counter.counts.total() - copies, copies)
+    num_operators = counter.counts.total() - copies + cuda.device.num_launches - num_launches
+    return SampleCount(batch, kind, num_operators, copies)
 
 
 def section(steps: Sequence[StepCount], mixed: Sequence[MixedCount], samples: Sequence[SampleCount]) -> str:

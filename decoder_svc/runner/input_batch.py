@@ -240,10 +240,13 @@ class InputBatch:
 
     def remove(self, request_id: RequestId) -> None:
         """Removes a request; unknown ids are ignored."""
-        self._rows.pop(request_id, None)
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            row.sampling.release()
 
     def add(self, admitted: AdmittedRequest) -> None:
-        """Adds an admitted request to the batch."""
+        """Adds an admitted request to the batch; it replaces an earlier one with the same id."""
+        self.remove(admitted.request_id)
         row = RequestRow(admitted, self._block_size, has_sliding_group=self._has_sliding_group)
         self._rows[admitted.request_id] = row
 

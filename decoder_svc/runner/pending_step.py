@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import RequestRow
-from decoder_svc.runner.sampling.sampler import PendingSample, SampleRow
+from decoder_svc.runner.sampling.sample_row import SampleRow
+from decoder_svc.runner.sampling.sampler import PendingSample
 from decoder_svc.runner.token_masks import RowMasks
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
@@ -26,6 +27,7 @@ def sample_rows(rows: Sequence[RequestRow], masks: Sequence[RowMasks]) -> list[S
             row.sampling,
             num_drafts,
             None if of_row is None else of_row[num_drafts],
+            is_known=row.unknown_place is None,
         )
         for row, of_row in zip(rows, masks, strict=True)
         for num_drafts, ids in enumerate(row.contexts())

@@ -69,6 +69,7 @@ def test_every_stage_leaves_figures_that_make_a_section(
     monkeypatch.setattr(gpu, "GPUModelRunner", AheadRunner)
     monkeypatch.setattr(gpu, "cuda_backends", lambda _device: {"sdpa": SdpaBackend, "tensor": TensorBackend})
     monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)]})
+    monkeypatch.setattr(gpu_checks, "PENALISED", (2, 1500))
     monkeypatch.setattr(gpu.models, "small_llava", lambda _dtype=None: folder)
     monkeypatch.setattr(gpu, "_MIXED", ((2, 32, 4),))
     monkeypatch.setattr(gpu, "_PREFILLS", ((1, 16),))

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.sampling.sampler import PendingSample, SampledRows, SampleRow
+from decoder_svc.runner.sampling.sample_row import SampleRow
+from decoder_svc.runner.sampling.sampler import PendingSample, SampledRows
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.model.kernels.native_library import NativeLibrary

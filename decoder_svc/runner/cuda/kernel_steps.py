@@ -1,7 +1,8 @@
 """Small steps of every kind for which Triton compiles its own kernels. Start-up runs them, so serving compiles nothing.
 
-A kernel depends on the model, on whether a sequence has more than one new token, on whether the step has many tokens,
-on whether a token sees later ones, and on the number of sequences, rounded up to a power of two.
+A kernel of a layer depends on the model, on whether a sequence has more than one new token, on whether the step has many
+tokens, on whether a token sees later ones, and on the number of sequences, rounded up to a power of two. The kernel for
+penalties depends on the model alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def kernel_steps(
         num_tokens = max(min(in_all, 2), -(-in_all // num_sequences))
         names = [RequestId(f"kernels-{index}") for index in range(num_sequences)]
         spans = (Span(0, num_tokens),) if sees_later else ()
-        params = SamplingParams(max_tokens=1)
+        params = SamplingParams(max_tokens=1, repetition_penalty=1.05)
         admitted = tuple(
             AdmittedRequest(name, (0,) * num_tokens, num_tokens, (), None, spans, params) for name in names
         )

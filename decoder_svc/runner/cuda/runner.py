@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -19,12 +20,25 @@ from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
+from decoder_svc.runner.sampling.device_penalties import DevicePenalties, Penalise, penalised_logits
+from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
 
 logger = logging.getLogger(__name__)
+
+
+def _penalised_logits() -> Penalise:
+    """Returns the kernel for penalties, or PyTorch's operators where there is no Triton."""
+    try:
+        kernels = importlib.import_module("decoder_svc.runner.cuda.triton_penalties")
+    except ImportError as error:
+        logger.info("penalties: operators of PyTorch: %s", error)
+        return penalised_logits
+    penalise: Penalise = kernels.penalised_logits
+    return penalise
 
 
 class GPUModelRunner(ModelRunnerBase):
@@ -71,6 +85,12 @@ class GPUModelRunner(ModelRunnerBase):
         elif isinstance(self.backend, PagedBackend):
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
             install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
+        vocab = len(self.model.get_output_embeddings().weight)
+        penalties = DevicePenalties(
+            self.config.max_num_seqs, vocab, self.device, self.transfer.move, _penalised_logits()
+        )
+        logger.info("counts of tokens, for penalties, take %.1f MiB", penalties.num_bytes / 2**20)
+        self.sampler = Sampler(self.transfer.move, self.transfer.fetch, penalties)
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures the step's peak by PyTorch's allocator, and the memory of graphs by the driver."""

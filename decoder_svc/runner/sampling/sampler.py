@@ -11,51 +11,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from decoder_svc.runner.sampling.penalties import HostPenalties, PenalisedLogits, Penalties
+from decoder_svc.runner.sampling.sample_row import SampleRow
 from decoder_svc.runner.sampling.sampling_batch import DrawGroup, SamplingBatch, stage_batch
-from decoder_svc.runner.sampling.sampling_state import IntArray, SamplingState, TokenCounts
 from decoder_svc.scheduling.request_output import TokenLogprobs
-from decoder_svc.scheduling.sampling_params import SamplingParams
 
-_LIMITS = torch.finfo(torch.float32)
 # The token of a row whose draw lies beyond the sorted tokens.
 _BEYOND = -1
 # Bounds a uniform number, so that its product with a sum is below the sum after rounding.
 _LARGEST_UNIFORM = 1 - 2**-40
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """Sampling parameters and preceding tokens of one row of logits."""
-
-    params: SamplingParams
-    # Prompt, generated and draft ids, [num_tokens].
-    token_ids: IntArray
-    num_prompt_tokens: int
-    # The request's own, the same object in each step.
-    state: SamplingState
-    # Draft tokens at the end of `token_ids`, which may be dropped after this step.
-    num_drafts: int = 0
-    # The tokens that may come next, as TokenConstraint.masks returns them; None: any.
-    mask: bytes | None = None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of tokens already generated: the index of the next one in the answer."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    def counts(self) -> tuple[IntArray, IntArray]:
-        """Returns the distinct preceding tokens and their numbers of occurrences in the output."""
-        # Drafts may be dropped, so they are not counted in the request's own counts.
-        counts = TokenCounts(self.num_prompt_tokens) if self.num_drafts else self.state.counts
-        return counts.update(self.token_ids)
 
 
 class SampledRows(NamedTuple):
@@ -74,8 +45,8 @@ class PendingSample:
 
     # Ids on the device, int64 [num_rows]. A row whose draw has to be repeated has another id of the vocabulary.
     token_ids: Tensor
-    # Whether the next tokens of the same requests can be sampled before the host knows these: penalties are computed on
-    # the host.
+    # Whether the next tokens of the same requests can be sampled before the host knows these. Masks need the ids on the
+    # host, and so do penalties whose counts the host keeps.
     may_run_ahead: bool
     # Waits for the device.
     result: Callable[[], SampledRows]
@@ -97,15 +68,23 @@ def _fetched(values: Tensor) -> Callable[[], Tensor]:
     return lambda: values
 
 
-@dataclass(slots=True)
 class Sampler:
     """Samples the rows of each step; keeps the parameters of the last batch on the device."""
 
-    # Copies a tensor from host memory to the device.
-    move: Callable[[Tensor], Tensor]
-    # Starts a copy to the host; returns a function that waits for it.
-    fetch: Callable[[Tensor], Callable[[], Tensor]] = _fetched
-    _batch: SamplingBatch | None = field(default=None, init=False)
+    def __init__(
+        self,
+        move: Callable[[Tensor], Tensor],
+        fetch: Callable[[Tensor], Callable[[], Tensor]] = _fetched,
+        penalties: Penalties | None = None,
+    ) -> None:
+        """`move` copies a tensor from host memory to the device. `fetch` starts a copy to the host.
+
+        `fetch` returns a function that waits for the copy. Without `penalties`, the host computes them.
+        """
+        self.move = move
+        self.fetch = fetch
+        self.penalties = HostPenalties(move) if penalties is None else penalties
+        self._batch: SamplingBatch | None = None
 
     def sample(
         self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None
@@ -131,31 +110,37 @@ class Sampler:
             chosen = likeliest.clone()
             return PendingSample(chosen, True, functools.partial(_finished, self.fetch(chosen), None, batch))
         may_repeat = any(group.has_open_rows for group in batch.groups)
-        if may_repeat and likeliest is not None:
+        penalised = self.penalties.apply(logits, rows, batch) if batch.penalised else None
+        if penalised is None or masked or batch.asking is not None:
             # A repeated draw needs the logits, whose memory may be a graph's, too.
-            logits = logits.clone()
-        logits = logits.float()
-        adjusted = self._adjusted(logits, rows, batch)
+            logits = logits.to(torch.float32, copy=may_repeat and likeliest is not None)
+        adjusted = _adjusted(logits, penalised, batch)
         if masked:
             adjusted = self._masked(adjusted, logits, rows, masked)
         chosen = self._chosen(adjusted, rows, batch, likeliest if is_plain else None)
         ids = self.fetch(chosen)
-        may_run_ahead = not batch.penalised and not masked
+        may_run_ahead = not masked and (penalised is None or penalised.may_run_ahead)
         if may_repeat:
             chosen = chosen.clamp(min=0)
+        if penalised is not None:
+            penalised.count(chosen)
         logprobs = None if batch.asking is None else self.fetch(_logprobs(logits, chosen, batch))
 
         if not may_repeat:
             # The result holds no logits, so the next step can use their memory.
             finish = functools.partial(_finished, ids, logprobs, batch)
             return PendingSample(chosen, may_run_ahead, finish)
+        raw = None if batch.asking is None else logits
+        forget = None if penalised is None else penalised.forget
 
         def result() -> SampledRows:
             token_ids: list[int] = ids().tolist()
             repeated = self._repeat(token_ids, adjusted, rows)
             numbers = logprobs
-            if repeated and batch.asking is not None:
-                numbers = self.fetch(_logprobs(logits, self.move(torch.tensor(token_ids)), batch))
+            if repeated and forget is not None:
+                forget(repeated)
+            if repeated and raw is not None:
+                numbers = self.fetch(_logprobs(raw, self.move(torch.tensor(token_ids)), batch))
             return SampledRows(token_ids, _listed(numbers, batch), repeated)
 
         return PendingSample(chosen, may_run_ahead, result)
@@ -167,20 +152,6 @@ class Sampler:
         if self._batch is None or not self._batch.holds(params, below_min, vocab):
             self._batch = stage_batch(params, below_min, vocab, self.move)
         return self._batch
-
-    def _adjusted(self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> Tensor:
-        """Applies penalties, biases and `min_tokens`, in this order. Copies the logits only if a row changes them."""
-        if not batch.changes_logits:
-            return logits
-        logits = logits.clone()
-        flat = logits.view(-1)
-        if batch.penalised:
-            self._penalise(flat, rows, batch)
-        if batch.bias_places is not None:
-            flat.index_add_(0, batch.bias_places, batch.biases)
-        if batch.stop_places is not None:
-            flat.index_fill_(0, batch.stop_places, -torch.inf)
-        return logits
 
     def _masked(self, adjusted: Tensor, logits: Tensor, rows: Sequence[SampleRow], masked: list[int]) -> Tensor:
         """Excludes the tokens that constrained rows may not have next. `logits` stay as they are.
@@ -197,21 +168,6 @@ class Sampler:
         if places is None:
             return found
         return (logits.clone() if adjusted is logits else adjusted).index_copy_(0, places, found)
-
-    def _penalise(self, flat: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> None:
-        """Changes the logits of all rows, `[num_rows · vocab]`, in place.
-
-        The repetition penalty is that of CTRL (arXiv:1909.05858), over prompt and output.
-        """
-        parts = [_penalties(rows[index], index, batch.vocab) for index in batch.penalised]
-        places = self.move(torch.from_numpy(np.concatenate([places for places, _ in parts])))
-        numbers = self.move(torch.from_numpy(np.concatenate([numbers for _, numbers in parts], axis=1)))
-        repetition, subtracted = numbers
-        scores = flat.index_select(0, places)
-        if batch.has_repetition:
-            scores = torch.where(scores > 0, scores / repetition, scores * repetition)
-            scores = scores.clamp_(min=_LIMITS.min, max=_LIMITS.max)
-        flat.index_copy_(0, places, scores - subtracted)
 
     def _chosen(
         self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch, likeliest: Tensor | None = None
@@ -245,6 +201,19 @@ class Sampler:
         for index, token_id in zip(beyond, drawn.tolist(), strict=True):
             token_ids[index] = token_id
         return beyond
+
+
+def _adjusted(logits: Tensor, penalised: PenalisedLogits | None, batch: SamplingBatch) -> Tensor:
+    """Applies biases and `min_tokens` after penalties, in this order. `logits` stay as they are."""
+    if not batch.changes_logits:
+        return logits
+    adjusted = logits.clone() if penalised is None else penalised.logits
+    flat = adjusted.view(-1)
+    if batch.bias_places is not None:
+        flat.index_add_(0, batch.bias_places, batch.biases)
+    if batch.stop_places is not None:
+        flat.index_fill_(0, batch.stop_places, -torch.inf)
+    return adjusted
 
 
 def _rows(logits: Tensor, places: Tensor | None) -> Tensor:
@@ -319,19 +288,3 @@ def draw(logits: Tensor, uniform: Tensor, group: DrawGroup) -> Tensor:
         is_beyond = torch.where(group.is_cut, kept[:, -1:] > 0, index >= group.width)
         chosen = chosen.masked_fill(is_beyond & group.is_open, _BEYOND)
     return chosen[:, 0]
-
-
-def _penalties(row: SampleRow, index: int, vocab: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
-    """Returns the places in the flattened logits that a row's penalties change, and `[2, num_places]` numbers.
-
-    The numbers are the repetition penalty and what is subtracted after it.
-    """
-    params = row.params
-    ids, occurrences = row.counts()
-    # Image placeholders may have ids beyond the vocabulary of the logits.
-    is_known = ids < vocab
-    ids, occurrences = ids[is_known], occurrences[is_known].astype(np.float32)
-    numbers = np.full((2, len(ids)), params.repetition_penalty, dtype=np.float32)
-    numbers[1] = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * occurrences
-    numbers[1][occurrences == 0] = 0
-    return index * vocab + ids, numbers

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
 # Random numbers made by one call of the generator: creating it takes longer than drawing all of these.
-_DRAWS_AT_ONCE = 32
+_DRAWS_AT_ONCE = 128
 # A Philox counter stands for this many 64-bit numbers (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3").
 _PHILOX_WORDS = 4
 
@@ -68,6 +70,19 @@ class TokenCounts:
         self._counts[place] += addend
 
 
+class CountSlot:
+    """One request's row of the counts that the device keeps, and how far it has been counted."""
+
+    def __init__(self, index: int, free: Callable[[], object]) -> None:
+        """`free` makes the row available to another request. Only its first call does something."""
+        self.index = index
+        self.free = free
+        # Number of tokens at the beginning of the sequence that are counted; None: the row has to be counted anew.
+        self.num_counted: int | None = None
+        # Number of times that the row was counted anew.
+        self.version = 0
+
+
 class SamplingState:
     """Everything that a request's next tokens need besides its parameters."""
 
@@ -75,3 +90,11 @@ class SamplingState:
         """`seed` None counts as 0: a greedy request has none."""
         self.draws = UniformDraws(seed or 0)
         self.counts = TokenCounts(num_prompt_tokens)
+        # None: the device keeps no counts of this request.
+        self.slot: CountSlot | None = None
+
+    def release(self) -> None:
+        """Gives the slot back. Call it when the request leaves the batch."""
+        if self.slot is not None:
+            self.slot.free()
+            self.slot = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.sampling import sampling_batch
+from decoder_svc.runner.sampling.device_penalties import DevicePenalties
 from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason
@@ -112,6 +114,35 @@ def test_answers_on_a_simulated_device_are_those_of_the_cpu(
     check(served, expected(seed), workload)
 
 
+def penalised(workload: Workload) -> Workload:
+    """The same workload with penalties on earlier tokens, different ones for each request."""
+    asked = []
+    for index, one in enumerate(workload.asked):
+        penalties: dict[str, Any] = {"repetition_penalty": 1.05 + index % 3 / 4, "frequency_penalty": index % 2 / 2}
+        # A third of the requests have a flat distribution, whose draws are often repeated.
+        flat: dict[str, Any] = {"temperature": 2.0} if index % 3 == 0 else {}
+        asked.append(replace(one, params=replace(one.params, **penalties, **flat)))
+    return replace(workload, asked=asked)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CUDA_SEEDS))
+def test_penalised_answers_on_a_simulated_device_are_those_of_the_cpu(
+    model: offline.OfflineModel, cuda_model: offline.OfflineModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native sampler rounds flat distributions otherwise, so the CPU samples with PyTorch here."""
+    monkeypatch.setattr(model.runner, "sampler", Sampler(lambda host: host))
+    workload = penalised(random_workload(model, seed))
+    expected = DrivenEngine(model, overlaps=False, num_blocks=LARGE_POOL).serve(workload.quiet)
+    engine = DrivenEngine(cuda_model, overlaps=True, num_blocks=SMALL_POOL)
+    served = engine.serve(workload)
+    check(served, expected, workload)
+    assert engine.num_ahead > engine.num_launches / 2
+    sampler = cuda_model.runner.sampler
+    assert isinstance(sampler, Sampler)
+    assert isinstance(sampler.penalties, DevicePenalties)
+    assert sampler.penalties.num_free_slots == cuda_model.runner.config.max_num_seqs
+
+
 def test_workloads_are_worth_testing_with(model: offline.OfflineModel) -> None:
     ahead = preemptions = stopped = failed = aborted = 0
     for seed in range(20):
@@ -124,6 +155,30 @@ def test_workloads_are_worth_testing_with(model: offline.OfflineModel) -> None:
         aborted += ends.count(FinishReason.ABORT)
         failed += sum(isinstance(end, InternalError) for end in ends)
     assert min(ahead, preemptions, stopped, failed, aborted) >= 8, (ahead, preemptions, stopped, failed, aborted)
+
+
+@pytest.mark.parametrize(
+    "params", [{"repetition_penalty": 1.05}, {"temperature": 0.7, "top_k": 20, "frequency_penalty": 0.2}]
+)
+def test_in_a_steady_batch_with_penalties_each_step_runs_ahead(
+    cuda_model: offline.OfflineModel, cuda: FakeCuda, params: dict[str, Any]
+) -> None:
+    asked = [
+        Asked(
+            RequestId(f"r{index}"), cuda_model.questions[0].prompt, SamplingParams(max_tokens=12, seed=1, **params), 0
+        )
+        for index in range(4)
+    ]
+    engine = DrivenEngine(cuda_model, overlaps=True, num_blocks=LARGE_POOL)
+    first = len(cuda.device.events)
+    engine.serve(Workload(asked))
+    assert engine.num_ahead == engine.num_launches - 1
+    kinds = [event.kind for event in cuda.device.events[first:]]
+    assert {*kinds} == {PINNED, RETURN, RESULT}
+    # A step's numbers and, if it draws, its random numbers.
+    copies = [PINNED] * (2 if "temperature" in params else 1)
+    steady = [*copies, RETURN, RESULT] * 8
+    assert any(kinds[index : index + len(steady)] == steady for index in range(len(kinds)))
 
 
 def test_in_a_steady_batch_nothing_waits_between_two_launches(cuda_model: offline.OfflineModel, cuda: FakeCuda) -> None:

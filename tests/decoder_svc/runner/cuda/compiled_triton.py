@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
+from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties, triton_splits
 from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
 from encoder_svc.vision import varlen_kernel
 
@@ -44,6 +44,8 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
+        for dtype in ("bf16", "fp32"):
+            _check_penalties(dtype, capability)
         print(most)
 
 
@@ -114,6 +116,20 @@ def _layer_sources() -> Iterator[Any]:
     for has_norms in (False, True):
         yield _source(triton_layers._rotate_write, heads | {"HAS_NORMS": has_norms}, slots="*i64")
     yield _source(triton_layers._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
+
+
+def _check_penalties(dtype: str, capability: int) -> None:
+    """Compiles the kernel for penalties. Its results have the last bit of separate operators only without fusing."""
+    kernel = triton_penalties._penalise
+    constants = {"VOCAB": 151_936, "NUM_COLUMNS": 1024, "IN_PROMPT": 1 << 30}
+    types = {"logits": f"*{dtype}", "counts": "*i32", "slots": "*i64", "numbers": "*fp32", "output": "*fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+    options = {"enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "cubin" in compiled.asm
+    assert "fma.rn.f32" not in compiled.asm["ptx"]
+    assert "div.full.f32" not in compiled.asm["ptx"]
 
 
 def _source(kernel: Any, constants: dict[str, int], **types: str) -> Any:

@@ -115,7 +115,8 @@ def installed(*kernel_modules: types.ModuleType) -> Iterator[FakeCuda]:
             without_triton = types.SimpleNamespace(TritonBackend=FakeTriton)
             monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.triton_attention", without_triton)
             # None makes the import fail, as without Triton.
-            monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.fused_stack", None)
+            for name in ("fused_stack", "triton_penalties"):
+                monkeypatch.setitem(sys.modules, f"decoder_svc.runner.cuda.{name}", None)
         with device:
             yield FakeCuda(device, pools)
 

@@ -31,7 +31,13 @@ from triton import language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 # Triton must be found first.
-from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers, triton_splits  # noqa: E402
+from decoder_svc.runner.cuda import (  # noqa: E402
+    fused_stack,
+    triton_attention,
+    triton_layers,
+    triton_penalties,
+    triton_splits,
+)
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_of  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, so many that they are, and those of an H100.
@@ -226,5 +232,6 @@ __all__ = [
     "tile_of",
     "triton_attention",
     "triton_layers",
+    "triton_penalties",
     "triton_splits",
 ]

@@ -17,7 +17,11 @@ from hypothesis import strategies as st
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.sampling import sampler, sampling_batch
-from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+from decoder_svc.runner.sampling.device_penalties import DevicePenalties
+from decoder_svc.runner.sampling.penalties import PenalisedLogits
+from decoder_svc.runner.sampling.sample_row import SampleRow
+from decoder_svc.runner.sampling.sampler import Sampler
+from decoder_svc.runner.sampling.sampling_batch import SamplingBatch
 from decoder_svc.runner.sampling.sampling_state import SamplingState, TokenCounts, UniformDraws
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
@@ -33,9 +37,22 @@ def row(params: SamplingParams, prompt: tuple[int, ...] = (0,), output: tuple[in
     return SampleRow(params, np.array(prompt + output, dtype=np.int64), len(prompt), state)
 
 
+class AnyVocabulary:
+    """Counts of tokens on the device, made for the vocabulary of the first logits. Some rows get no slot."""
+
+    def __init__(self) -> None:
+        self._made: DevicePenalties | None = None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> PenalisedLogits:
+        if self._made is None:
+            self._made = DevicePenalties(4, logits.shape[1], logits.device, lambda host: host)
+        return self._made.apply(logits, rows, batch)
+
+
 # The samplers, of which each test below takes the current one.
 SAMPLERS: dict[str, Callable[[], Sampler | NativeSampler]] = {
     "torch": lambda: Sampler(lambda host: host),
+    "device": lambda: Sampler(lambda host: host, penalties=AnyVocabulary()),
     **{
         level.name: functools.partial(lambda level: NativeSampler(library_of_level(SOURCES, level), 2), level)
         for level in processor_levels()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.sampling import sampler
-from decoder_svc.runner.sampling.sampler import Sampler, SampleRow
+from decoder_svc.runner.sampling import penalties, sampler
+from decoder_svc.runner.sampling.sample_row import SampleRow
+from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.runner.sampling.sampling_batch import DrawGroup, SamplingBatch
 from decoder_svc.runner.sampling.sampling_state import TokenCounts, UniformDraws
 from tests.decoder_svc.runner.sampling import test_sampler
@@ -103,8 +104,8 @@ def a_draw_beyond_the_sorted_tokens_takes_the_last_of_them(patch: Patch) -> None
 
 @mutation
 def penalties_count_drafts_for_good(patch: Patch) -> None:
-    original = sampler._penalties
-    patch.setattr(sampler, "_penalties", lambda row, index, vocab: original(replace(row, num_drafts=0), index, vocab))
+    original = penalties._penalties
+    patch.setattr(penalties, "_penalties", lambda row, index, vocab: original(replace(row, num_drafts=0), index, vocab))
 
 
 @mutation
@@ -120,8 +121,8 @@ def presence_counts_the_prompt(patch: Patch) -> None:
 
 @mutation
 def penalties_reach_the_next_row(patch: Patch) -> None:
-    original = sampler._penalties
-    patch.setattr(sampler, "_penalties", lambda row, index, vocab: original(row, max(0, index - 1), vocab))
+    original = penalties._penalties
+    patch.setattr(penalties, "_penalties", lambda row, index, vocab: original(row, max(0, index - 1), vocab))
 
 
 @mutation
