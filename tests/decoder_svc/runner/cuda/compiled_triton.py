@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
 from decoder_svc.runner.cuda.triton_attention import tile_sizes
 from encoder_svc.vision import varlen_kernel
+from lookonce.model.kernels import triton_rowwise
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
@@ -93,11 +94,11 @@ def _layer_sources() -> Iterator[Any]:
     """Yields the kernels between matrix products, for a Qwen3 with 4096 elements."""
     norm = {"SIZE": 4096, "PADDED_SIZE": 4096}
     for has_delta in (False, True):
-        yield _source(triton_layers._add_norm, norm | {"HAS_DELTA": has_delta})
+        yield _source(triton_rowwise._add_norm, norm | {"HAS_DELTA": has_delta})
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 40, "PADDED_HALF": 64}
     for has_norms in (False, True):
         yield _source(triton_layers._rotate_write, heads | {"HAS_NORMS": has_norms}, slots="*i64")
-    yield _source(triton_layers._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
+    yield _source(triton_rowwise._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
 
 
 def _source(kernel: Any, constants: dict[str, int], **types: str) -> Any:

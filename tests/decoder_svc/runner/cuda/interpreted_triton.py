@@ -33,6 +33,7 @@ from triton.runtime import interpreter  # noqa: E402
 # Triton must be found first.
 from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers, triton_splits  # noqa: E402
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_sizes  # noqa: E402
+from lookonce.model.kernels import triton_rowwise  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, so many that they are, and those of an H100.
 FEW, SOME, MANY = 1, 24, 132
@@ -226,5 +227,6 @@ __all__ = [
     "tile_sizes",
     "triton_attention",
     "triton_layers",
+    "triton_rowwise",
     "triton_splits",
 ]
