@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
 from decoder_svc.runner.cuda.triton_attention import tile_sizes
-from encoder_svc.vision import varlen_kernel
+from encoder_svc.vision import rotary_kernel, varlen_kernel
 from lookonce.model.kernels import triton_rowwise
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
@@ -36,7 +36,7 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        others = (_join_source(), *_layer_sources()) if capability == capabilities[-1] else ()
+        others = (_join_source(), *_layer_sources(), *_tower_sources()) if capability == capabilities[-1] else ()
         for source in (*others, _window_source("bf16", 80), _window_source("fp32", 128)):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
@@ -99,6 +99,14 @@ def _layer_sources() -> Iterator[Any]:
     for has_norms in (False, True):
         yield _source(triton_layers._rotate_write, heads | {"HAS_NORMS": has_norms}, slots="*i64")
     yield _source(triton_rowwise._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
+
+
+def _tower_sources() -> Iterator[Any]:
+    """Yields the kernels between matrix products, for the tower of Qwen2.5-VL."""
+    yield _source(triton_rowwise._add_norm, {"SIZE": 1280, "PADDED_SIZE": 2048, "HAS_DELTA": True})
+    yield _source(triton_rowwise._gated, {"SIZE": 3456, "NUM_COLUMNS": 1024})
+    heads = {"ROW_SIZE": 3840, "NUM_ROTATED": 32, "HALF": 40, "PADDED_HALF": 64, "NUM_TOKENS": 16, "NUM_HEADS": 8}
+    yield _source(rotary_kernel._rotate, heads, cosines="*fp32", sines="*fp32", num_tokens="i32")
 
 
 def _source(kernel: Any, constants: dict[str, int], **types: str) -> Any:
