@@ -22,6 +22,8 @@ from lookonce.model.kernels import triton_rowwise
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
 _NUM_GROUPS = 4
+# Least shared memory of a program on GPUs that run the code for a capability, bytes; 8.6 has less than 8.0.
+_SHARED_BYTES = {80: 99 << 10, 90: 227 << 10}
 # Element type, head dimension, and whether a sequence has more than one new token; each takes seconds to compile.
 _VARIANTS = (("bf16", 64, False), ("bf16", 64, True), ("fp32", 256, True))
 
@@ -37,9 +39,15 @@ def main() -> None:
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
         others = (_join_source(), *_layer_sources(), *_tower_sources()) if capability == capabilities[-1] else ()
-        for source in (*others, _window_source("bf16", 80), _window_source("fp32", 128)):
+        for source in others:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
+            most = max(most, compiled.metadata.shared)
+        for dtype, head_dim in (("bf16", 72), ("bf16", 80), ("fp32", 128)):
+            source, num_stages = _window_source(dtype, head_dim, _SHARED_BYTES[capability])
+            options = {"num_stages": num_stages}
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            assert "cp.async" in compiled.asm["ptx"], "no tile is loaded ahead"
             most = max(most, compiled.metadata.shared)
         print(most)
 
@@ -80,14 +88,23 @@ def _join_source() -> Any:
     return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
 
 
-def _window_source(dtype: str, head_dim: int) -> Any:
-    """Returns the attention of towers."""
+def _window_source(dtype: str, head_dim: int, shared_bytes: int) -> tuple[Any, int]:
+    """Returns the attention of towers, and its number of stages."""
     kernel = varlen_kernel._attend
-    num_rows, num_keys = varlen_kernel.tile_sizes(128 * (4 if dtype == "fp32" else 2))
-    constants = {"NUM_HEADS": 16, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "NUM_ROWS": num_rows, "NUM_KEYS": num_keys}
+    num_rows, num_keys, num_stages = varlen_kernel.tile_sizes(128 * (4 if dtype == "fp32" else 2), shared_bytes)
+    constants = {"NUM_HEADS": 16, "GROUP": 1, "HEAD_DIM": head_dim, "PADDED_DIM": 128}
+    constants |= {"NUM_ROWS": num_rows, "NUM_KEYS": num_keys}
+    # Rotated queries and keys, and values in the merged projection.
+    constants |= {"QUERY_TOKEN": 32 * head_dim, "KEYS_TOKEN": 32 * head_dim, "VALUES_TOKEN": 48 * head_dim}
+    constants |= dict.fromkeys(("QUERY_HEAD", "KEYS_HEAD", "VALUES_HEAD"), head_dim)
     types = dict.fromkeys(kernel.arg_names, "i32") | {"bounds": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
-    return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+    # PyTorch's memory begins at multiples of 16 bytes. Without that, nothing can be loaded ahead.
+    is_aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if types[name][0] == "*"
+    }
+    signature = {name: types[name] for name in kernel.arg_names}
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=is_aligned), num_stages
 
 
 def _layer_sources() -> Iterator[Any]:
