@@ -202,7 +202,7 @@ def failing(*_: Any) -> torch.Tensor:
     raise RuntimeError("out of resource: shared memory")
 
 
-ADD_NORM = fused_block.add_norm
+ADD_NORM = triton_rowwise.add_norm
 OTHER_VALUES, FAILS = "it gives other values than transformers' module", "it fails on this device (RuntimeError)"
 
 
