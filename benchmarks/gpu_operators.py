@@ -149,9 +149,10 @@ def simulated_cuda() -> Iterator[Any]:
     # The folder into which `make venv` installs Triton.
     sys.path.append(str(pathlib.Path(sys.prefix) / "triton"))
     from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties
+    from lookonce.model.kernels import triton_rowwise
     from tests.decoder_svc.runner.cuda.fake_cuda import installed
 
-    with installed(triton_attention, triton_layers, triton_penalties) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise) as cuda:
         yield cuda
 
 

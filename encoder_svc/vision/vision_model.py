@@ -10,6 +10,7 @@ import PIL.Image
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
+from encoder_svc.vision.row_transfer import rows_on_host
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
 from lookonce.devices.base import DevicePlatform
@@ -136,21 +137,19 @@ class VisionModel:
         element type, or values that are not finite: such rows must never be stored.
         """
         with torch.inference_mode():
-            outputs = [rows.to("cpu", copy=True) for rows in self.adapter.image_rows(self._model, batch)]
-        if len(outputs) != len(batch):
-            raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
-        for rows in outputs:
-            self._check_rows(rows)
-        return outputs
+            outputs = self.adapter.image_rows(self._model, batch)
+            if len(outputs) != len(batch):
+                raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
+            for rows in outputs:
+                self._check_form(rows)
+            return rows_on_host(outputs)
 
-    def _check_rows(self, rows: torch.Tensor) -> None:
+    def _check_form(self, rows: torch.Tensor) -> None:
         width = (1 + self.num_levels) * self.hidden_size
         if rows.ndim != 2 or not len(rows) or rows.shape[1] != width:
             raise ValueError(f"rows have the shape {tuple(rows.shape)}, not [num_rows, {width}]")
         if rows.dtype != self._model.dtype:
             raise ValueError(f"rows have the element type {rows.dtype}, not {self._model.dtype}")
-        if not torch.isfinite(rows).all():
-            raise ValueError("rows hold values that are not finite")
 
 
 def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:

@@ -15,8 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
-from decoder_svc.runner.cuda.triton_layers import HeadNorms, add_norm, gated, rotate_write
+from decoder_svc.runner.cuda.triton_layers import HeadNorms, rotate_write
 from decoder_svc.runner.paged_step import PagedStep
+from lookonce.model.kernels.triton_rowwise import add_norm, gated
 
 # Classes of transformers whose layers consist of RMS norm, attention, RMS norm and gated MLP only.
 _MODELS = {

@@ -1,8 +1,8 @@
 """Small steps of every kind for which Triton compiles its own kernels. Start-up runs them, so serving compiles nothing.
 
-A kernel of a layer depends on the model, on whether a sequence has more than one new token, on whether the step has many
-tokens, on whether a token sees later ones, and on the number of sequences, rounded up to a power of two. The kernel for
-penalties depends on the model alone.
+A kernel of a layer depends on the model, on whether a sequence has more than one new token, on whether the step has
+many tokens, on whether a token sees later ones, and on the number of sequences, rounded up to a power of two. The
+kernel for penalties depends on the model alone.
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+# Activations are recognised by their values at these points.
+_PROBE_END = 8.0
+_NUM_PROBES = 1001
+_TOLERANCE = 1e-5
+
 
 class Activation(enum.Enum):
     """A fused activation. Its value is the number that `Activation` in native/activation.h has for it."""
@@ -34,3 +39,23 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: lambda outputs: functional.gelu(outputs, approximate="tanh"),
     Activation.GELU_QUICK: lambda outputs: outputs * torch.sigmoid(1.702 * outputs),
 }
+
+
+def activation_of(module: torch.nn.Module) -> Activation | None:
+    """Returns the activation that a module without weights computes, recognised by its values."""
+    probes = torch.linspace(-_PROBE_END, _PROBE_END, _NUM_PROBES)
+    values = output_of(module, probes)
+    if values is None or values.shape != probes.shape:
+        return None
+    known = (one for one in Activation if one is not Activation.NONE)
+    return next((one for one in known if (one.function(probes) - values).abs().max() < _TOLERANCE), None)
+
+
+def output_of(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
+    """Returns a module's output for one tensor; None when it cannot be called with one tensor."""
+    try:
+        with torch.inference_mode():
+            output = module(rows)
+    except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
+        return None
+    return output if isinstance(output, torch.Tensor) else None

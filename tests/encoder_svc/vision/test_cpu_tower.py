@@ -14,7 +14,8 @@ import transformers
 
 from encoder_svc.images.image_inputs import VisionAdapter
 from encoder_svc.vision import cpu_tower
-from encoder_svc.vision.cpu_tower import fuse_activation, make_fast, skip_unused_layers
+from encoder_svc.vision.cpu_tower import fuse_activation, make_fast
+from encoder_svc.vision.unused_layers import skip_unused_layers
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.half_model import load_vision_half

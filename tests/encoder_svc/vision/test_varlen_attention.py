@@ -23,7 +23,8 @@ from tests.decoder_svc.runner.cuda.fake_cuda import FakeCuda, installed
 from tests.decoder_svc.runner.cuda.simulated_device import PAGEABLE, PINNED
 from tests.tiny_families import FAMILIES
 
-from encoder_svc.vision import varlen_kernel  # isort: skip  # interpreted_triton finds Triton
+from encoder_svc.vision import rotary_kernel, varlen_kernel  # isort: skip  # interpreted_triton finds Triton
+from lookonce.model.kernels import triton_rowwise  # isort: skip
 
 assert interpreted_triton.TRITON_FOLDER
 # A tower with windows in some layers, one whose windows are images, one with feature levels, one with grouped heads.
@@ -120,7 +121,7 @@ def test_the_kernel_agrees_with_sdpa() -> None:
 
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
-    with installed(varlen_kernel) as cuda:
+    with installed(varlen_kernel, rotary_kernel, triton_rowwise) as cuda:
         yield cuda
 
 

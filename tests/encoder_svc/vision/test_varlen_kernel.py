@@ -65,9 +65,18 @@ def test_heads_before_tokens_are_taken_as_well() -> None:
     torch.testing.assert_close(found.double(), expected(parts, bounds, 0.2), rtol=2e-5, atol=2e-5)
 
 
+# Of GPUs with capability 8.6, 8.0 and 9.0 (CUDA C++ Programming Guide, technical specifications).
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("key_bytes", [32, 128, 256, 512, 1024])
-def test_tiles_fit_into_shared_memory(key_bytes: int) -> None:
-    rows, keys = varlen_kernel.tile_sizes(key_bytes)
+def test_tiles_fit_into_shared_memory(key_bytes: int, shared_bytes: int) -> None:
+    rows, keys, stages = varlen_kernel.tile_sizes(key_bytes, shared_bytes)
     assert min(rows, keys) >= 16
-    # Queries, and two stages of keys and values.
-    assert (rows + 4 * keys) * key_bytes <= 96 << 10
+    assert stages >= 2
+    # Queries, and keys and values of each stage.
+    assert (rows + 2 * stages * keys) * key_bytes <= shared_bytes
+
+
+def test_large_devices_have_three_stages() -> None:
+    """Heads of 80 elements, which are padded to 128, in bfloat16."""
+    assert varlen_kernel.tile_sizes(256, 227 << 10) == (64, 64, 3)
+    assert varlen_kernel.tile_sizes(256, 99 << 10) == (64, 64, 2)

@@ -16,7 +16,8 @@ from triton.compiler import ASTSource
 
 from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties, triton_splits
 from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
-from encoder_svc.vision import varlen_kernel
+from encoder_svc.vision import rotary_kernel, varlen_kernel
+from lookonce.model.kernels import triton_rowwise
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
@@ -39,10 +40,16 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        others = (_join_source(), *_layer_sources()) if capability == [*shared_bytes][-1] else ()
-        for source in (*others, _window_source("bf16", 80), _window_source("fp32", 128)):
+        others = (_join_source(), *_layer_sources(), *_tower_sources()) if capability == [*shared_bytes][-1] else ()
+        for source in others:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
+            most = max(most, compiled.metadata.shared)
+        for dtype, head_dim in (("bf16", 72), ("bf16", 80), ("fp32", 128)):
+            source, num_stages = _window_source(dtype, head_dim, available)
+            options = {"num_stages": num_stages}
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            assert "cp.async" in compiled.asm["ptx"], "no tile is loaded ahead"
             most = max(most, compiled.metadata.shared)
         for dtype in ("bf16", "fp32"):
             _check_penalties(dtype, capability)
@@ -97,25 +104,42 @@ def _join_source() -> Any:
     return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
 
 
-def _window_source(dtype: str, head_dim: int) -> Any:
-    """Returns the attention of towers."""
+def _window_source(dtype: str, head_dim: int, shared_bytes: int) -> tuple[Any, int]:
+    """Returns the attention of towers, and its number of stages."""
     kernel = varlen_kernel._attend
-    num_rows, num_keys = varlen_kernel.tile_sizes(128 * (4 if dtype == "fp32" else 2))
-    constants = {"NUM_HEADS": 16, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "NUM_ROWS": num_rows, "NUM_KEYS": num_keys}
+    num_rows, num_keys, num_stages = varlen_kernel.tile_sizes(128 * (4 if dtype == "fp32" else 2), shared_bytes)
+    constants = {"NUM_HEADS": 16, "GROUP": 1, "HEAD_DIM": head_dim, "PADDED_DIM": 128}
+    constants |= {"NUM_ROWS": num_rows, "NUM_KEYS": num_keys}
+    # Rotated queries and keys, and values in the merged projection.
+    constants |= {"QUERY_TOKEN": 32 * head_dim, "KEYS_TOKEN": 32 * head_dim, "VALUES_TOKEN": 48 * head_dim}
+    constants |= dict.fromkeys(("QUERY_HEAD", "KEYS_HEAD", "VALUES_HEAD"), head_dim)
     types = dict.fromkeys(kernel.arg_names, "i32") | {"bounds": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
-    return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+    # PyTorch's memory begins at multiples of 16 bytes. Without that, nothing can be loaded ahead.
+    is_aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if types[name][0] == "*"
+    }
+    signature = {name: types[name] for name in kernel.arg_names}
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=is_aligned), num_stages
 
 
 def _layer_sources() -> Iterator[Any]:
     """Yields the kernels between matrix products, for a Qwen3 with 4096 elements."""
     norm = {"SIZE": 4096, "PADDED_SIZE": 4096}
     for has_delta in (False, True):
-        yield _source(triton_layers._add_norm, norm | {"HAS_DELTA": has_delta})
+        yield _source(triton_rowwise._add_norm, norm | {"HAS_DELTA": has_delta})
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 40, "PADDED_HALF": 64}
     for has_norms in (False, True):
         yield _source(triton_layers._rotate_write, heads | {"HAS_NORMS": has_norms}, slots="*i64")
-    yield _source(triton_layers._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
+    yield _source(triton_rowwise._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
+
+
+def _tower_sources() -> Iterator[Any]:
+    """Yields the kernels between matrix products, for the tower of Qwen2.5-VL."""
+    yield _source(triton_rowwise._add_norm, {"SIZE": 1280, "PADDED_SIZE": 2048, "HAS_DELTA": True})
+    yield _source(triton_rowwise._gated, {"SIZE": 3456, "NUM_COLUMNS": 1024})
+    heads = {"ROW_SIZE": 3840, "NUM_ROTATED": 32, "HALF": 40, "PADDED_HALF": 64, "NUM_TOKENS": 16, "NUM_HEADS": 8}
+    yield _source(rotary_kernel._rotate, heads, cosines="*fp32", sines="*fp32", num_tokens="i32")
 
 
 def _check_penalties(dtype: str, capability: int) -> None:

@@ -39,6 +39,7 @@ from decoder_svc.runner.cuda import (  # noqa: E402
     triton_splits,
 )
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_of  # noqa: E402
+from lookonce.model.kernels import triton_rowwise  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, so many that they are, and those of an H100.
 FEW, SOME, MANY = 1, 24, 132
@@ -233,5 +234,6 @@ __all__ = [
     "triton_attention",
     "triton_layers",
     "triton_penalties",
+    "triton_rowwise",
     "triton_splits",
 ]

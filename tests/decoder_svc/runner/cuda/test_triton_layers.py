@@ -1,4 +1,4 @@
-"""The kernels between matrix products, run by Triton's interpreter, against transformers' modules."""
+"""The rotation of queries and keys, run by Triton's interpreter, against transformers' modules."""
 
 from __future__ import annotations
 
@@ -30,21 +30,6 @@ def norm_of(size: int, dtype: torch.dtype) -> Qwen3RMSNorm:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [16, 576])
-@pytest.mark.parametrize("has_delta", [False, True])
-def test_a_norm_of_a_sum(dtype: torch.dtype, size: int, has_delta: bool) -> None:
-    hidden = noise(3, size, dtype=dtype)
-    delta = noise(3, size, dtype=dtype, seed=1) if has_delta else None
-    norm = norm_of(size, dtype)
-    before = hidden.clone()
-    summed, normed = triton_layers.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
-    expected = hidden if delta is None else hidden + delta
-    assert torch.equal(summed, expected)
-    assert torch.equal(hidden, before)
-    close(normed, norm(expected))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 80), (7, 1, 6)])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_rotated_heads_and_what_is_written(
@@ -71,12 +56,3 @@ def test_rotated_heads_and_what_is_written(
     assert torch.equal(pools[1].flatten(0, 1)[slots], value)
     others = [slot for slot in range(3 * block_size) if slot not in slots.tolist()]
     assert all(pool.flatten(0, 1)[others].isnan().all() for pool in pools)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [8, 1500])
-def test_a_gated_activation(dtype: torch.dtype, size: int) -> None:
-    merged = noise(3, 2 * size, dtype=dtype) * 4
-    merged[0, 0], merged[1, 1] = 200.0, -200.0
-    gate, up = merged.split(size, dim=1)
-    close(triton_layers.gated(merged), torch.nn.functional.silu(gate) * up)
