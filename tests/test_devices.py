@@ -18,6 +18,9 @@ DEVICE_MODULES = (
     "decoder_svc/runner/cuda/",
     # PinnedTransfer is the CUDA runner's.
     "decoder_svc/runner/host_transfer.py",
+    # Copies from CUDA, and a kernel whose tiles depend on the shared memory of a CUDA device.
+    "encoder_svc/vision/cuda_rows.py",
+    "encoder_svc/vision/varlen_kernel.py",
     # Layers and attention of CPUs, which check that they get tensors in main memory.
     "encoder_svc/vision/cpu_tower.py",
     "encoder_svc/vision/dense_attention.py",

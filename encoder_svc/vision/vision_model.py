@@ -10,7 +10,7 @@ import PIL.Image
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
-from encoder_svc.vision.row_transfer import rows_on_host
+from encoder_svc.vision.row_transfer import FetchRows, rows_on_host
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
 from lookonce.devices.base import DevicePlatform
@@ -56,6 +56,8 @@ class VisionModel:
         # Extra feature levels (DeepStack) beside the rows.
         self.num_levels = adapter.num_levels
         self.fingerprint = vision_fingerprint(folder, model, adapter.model, self.row_dtype)
+        fetch = platform.fetch_rows
+        self._fetch_rows: FetchRows = rows_on_host if fetch is None else imported_part(platform, fetch)
         self._model = model
         self._is_warm = False
 
@@ -142,7 +144,7 @@ class VisionModel:
                 raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
             for rows in outputs:
                 self._check_form(rows)
-            return rows_on_host(outputs)
+            return self._fetch_rows(outputs)
 
     def _check_form(self, rows: torch.Tensor) -> None:
         width = (1 + self.num_levels) * self.hidden_size

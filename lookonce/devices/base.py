@@ -44,6 +44,9 @@ class DevicePlatform:
     # "module:function" that prepares a loaded vision half for its passes, in place; it must also move it if the device
     # has memory of its own. None: the half is moved to `torch_device` as it is. Only encoders import it.
     prepare_vision: str | None = None
+    # "module:function" that copies the rows of a pass to main memory, in place of `rows_on_host`
+    # (encoder_svc/vision/row_transfer.py). Only encoders import it.
+    fetch_rows: str | None = None
     # `--device auto` takes the available device with the highest rank. None: only its name selects this device.
     auto_rank: int | None = None
 

@@ -31,6 +31,7 @@ PLATFORM = DevicePlatform(
     torch_device=_torch_device,
     auto_rank=10,
     prepare_vision="encoder_svc.vision.cuda_tower:make_fast",
+    fetch_rows="encoder_svc.vision.cuda_rows:rows_from_cuda",
     # A step of 64 requests takes a GPU some milliseconds, and gRPC needs 0.07 ms of the interpreter for each token.
     engine_process=True,
     # Eight images, as many as a pass takes by default, of any usual size.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from encoder_svc.vision.cuda_rows import rows_from_cuda
 from encoder_svc.vision.row_transfer import is_all_finite, rows_on_host
 from tests.decoder_svc.runner.cuda import interpreted_triton
 from tests.decoder_svc.runner.cuda.fake_cuda import FakeCuda, installed
@@ -66,7 +67,7 @@ def test_rows_on_a_device_are_tested_there_and_waited_for_once(cuda: FakeCuda) -
     wanted = rows_of_two_images()
     rows = [each.to(CUDA) for each in wanted]
     with cuda.device.noting() as events:
-        copies = rows_on_host(rows)
+        copies = rows_from_cuda(rows)
     assert [event.kind for event in events] == [RETURN, RETURN, RESULT]
     for copy, each in zip(copies, wanted, strict=True):
         assert torch.equal(copy, each)
@@ -78,4 +79,4 @@ def test_values_on_a_device_that_are_not_finite_are_found(value: float, cuda: Fa
     rows = rows_of_two_images()
     rows[1][-1, -1] = value
     with pytest.raises(ValueError, match="not finite"):
-        rows_on_host([each.to(CUDA) for each in rows])
+        rows_from_cuda([each.to(CUDA) for each in rows])

@@ -65,7 +65,7 @@ def test_heads_before_tokens_are_taken_as_well() -> None:
     torch.testing.assert_close(found.double(), expected(parts, bounds, 0.2), rtol=2e-5, atol=2e-5)
 
 
-# Of GPUs with capability 8.6, 8.0 and 9.0 (CUDA C++ Programming Guide, technical specifications).
+# The sizes hold for capability 8.6, 8.0 and 9.0 (CUDA C++ Programming Guide, technical specifications).
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
 @pytest.mark.parametrize("key_bytes", [32, 128, 256, 512, 1024])
 def test_tiles_fit_into_shared_memory(key_bytes: int, shared_bytes: int) -> None:

@@ -26,6 +26,7 @@ def test_a_new_device_has_every_default() -> None:
     assert (made.dtype, made.block_size, made.kv_cache_memory_share) == (None, 16, 0.5)
     assert made.max_forward_bytes == 16 * MIB
     assert made.prepare_vision is None
+    assert made.fetch_rows is None
     assert made.auto_rank is None, "only its name selects it"
 
 
