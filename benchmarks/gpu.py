@@ -61,7 +61,8 @@ class Figures:
 
     def __init__(self, path: pathlib.Path, device: str) -> None:
         self.path = path
-        self.values: dict[str, Any] = {"device": device, "torch": torch.__version__}
+        machine = asdict(report.this_machine())
+        self.values: dict[str, Any] = {"machine": machine, "device": device, "torch": torch.__version__}
 
     def add(self, group: str, value: object) -> None:
         """Appends to a list of figures, prints the value and writes the file."""
@@ -75,7 +76,8 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.publish is not None:
         figures = json.loads(arguments.publish.read_text("utf-8"))
-        report.publish(_NAME, figures, section(figures), is_quick=False)
+        report.write_json(_NAME, figures)
+        report.write_section(_NAME, section(figures), report.Machine(**figures["machine"]))
         return
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA device here: there is nothing to measure, and RESULTS.md stays as it is")
@@ -118,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", action="store_true", help="also list the kernels of a step")
     default = report.JSON_FOLDER / f"{_NAME}.json"
     parser.add_argument("--json", type=pathlib.Path, default=default, help="file for the figures (%(default)s)")
-    parser.add_argument("--publish", type=pathlib.Path, help="only write such a file's section of RESULTS.md")
+    parser.add_argument(
+        "--publish", type=pathlib.Path, help="only take over such a file and write its section of RESULTS.md"
+    )
     folder = pathlib.Path(tempfile.gettempdir()) / "lookonce-gpu-models"
     parser.add_argument("--folder", type=pathlib.Path, default=folder, help="folder for large models (%(default)s)")
     return parser

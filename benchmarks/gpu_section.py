@@ -17,7 +17,8 @@ def section(figures: Mapping[str, Any]) -> str:
         "Contexts are taken from the cache. Sampled: temperature, top-p, top-k and a repetition penalty."
     ]
     for rows, write in (
-        ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
+        ("checks", _checks), ("earlier_checks", _earlier_checks), ("decode", _decode), ("mixed", _mixed),
+        ("prefill", _prefill),
         ("attention_s", _attention), ("encoder", _encoder), ("service", _service),
         ("peer", _peer),
     ):  # fmt: skip
@@ -32,6 +33,10 @@ _Rows = Sequence[Mapping[str, Any]]
 def _checks(rows: _Rows) -> list[str]:
     table = [[row["name"], "passed" if row["passed"] else "**failed**", row["found"]] for row in rows]
     return [report.table(["check", "", "found"], table)]
+
+
+def _earlier_checks(rows: _Rows) -> list[str]:
+    return ["Before the last change of kernels, on the same day:", *_checks(rows)]
 
 
 def _decode(rows: _Rows) -> list[str]:

@@ -43,7 +43,9 @@ def _bench(target: str, callers: int, reuse: float, num_tokens: int) -> dict[str
         options = ["--target", target, "--callers", callers, "--requests", _REQUESTS_EACH * callers, "--reuse", reuse]
         options += ["--warm-up", callers, "--ignore-eos", "--max-tokens", num_tokens, "--json", file]
         command = [sys.executable, "-c", _COMMAND, "bench", *map(str, options)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise RuntimeError(f"lookonce bench ended with status {done.returncode}: {done.stdout} {done.stderr}")
         told = json.loads(file.read_text("utf-8"))
     names = ("num_failed", "duration_s", "completion_tokens_per_s", "first_text_s", "latency_s", "image_rows")
     return {name: told["report"][name] for name in names}
