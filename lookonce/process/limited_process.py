@@ -1,11 +1,13 @@
 """Processes for work on hostile input: a crash, the memory and the time of such work must not be the service's own.
 
-A process is started with `python -m`, isolated (-I) and with an empty environment, so that it sees no secret of the
-service. limited_side.py is its side: it limits its own memory, and ends when its sockets are closed.
+A process is isolated (-I) and has an empty environment, so that it sees no secret of the service. It finds modules
+where the service does, also where only PYTHONPATH tells. limited_side.py is its side: it limits its own memory, and
+ends when its sockets are closed.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +20,11 @@ from lookonce.errors import InternalError, UnavailableError
 from lookonce.process.exact_receive import receive
 from lookonce.process.limited_side import READY
 
+# Does what `python -m MODULE` does, with the folders of the first argument instead of Python's own.
+_STARTER = (
+    "import os, runpy, sys; sys.path[:], module = sys.argv.pop(1).split(os.pathsep), sys.argv.pop(1); "
+    "runpy.run_module(module, run_name='__main__', alter_sys=True)"
+)
 _START_TIMEOUT_S = 30.0
 # Maximum time between a process's closing of its sockets and its exit.
 _END_TIMEOUT_S = 1.0
@@ -36,7 +43,7 @@ class LimitedProcess:
     """A process that has started. Its owner kills it."""
 
     def __init__(self, purpose: str, module: str, arguments: Sequence[object], num_sockets: int = 1) -> None:
-        """Starts `python -m module SOCKETS ARGUMENTS`, and waits until it is ready. `purpose` names it in errors.
+        """Runs a module with SOCKETS and ARGUMENTS, and waits until it is ready. `purpose` names it in errors.
 
         Raises InternalError if it does not start, UnavailableError if that takes too long, and KilledProcessError if it
         is killed meanwhile.
@@ -46,7 +53,8 @@ class LimitedProcess:
             try:
                 pairs = [_socket_pair(unless_started, theirs) for _ in range(num_sockets)]
                 numbers = [their.fileno() for _, their in pairs]
-                command = [sys.executable, "-I", "-m", module, ",".join(map(str, numbers)), *map(str, arguments)]
+                sockets = ",".join(map(str, numbers))
+                command = [sys.executable, "-I", "-c", _STARTER, _search_path(), module, sockets, *map(str, arguments)]
                 self._process = subprocess.Popen(command, pass_fds=numbers, stdin=subprocess.DEVNULL, env={})
             except OSError as error:
                 raise self._not_started() from error
@@ -105,6 +113,11 @@ class LimitedProcess:
 
     def _not_started(self) -> InternalError:
         return InternalError(f"a process that {self._purpose} did not start")
+
+
+def _search_path() -> str:
+    """Returns the folders in which this process finds modules, without the current one."""
+    return os.pathsep.join(folder for folder in sys.path if os.path.isabs(folder))
 
 
 def _socket_pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
