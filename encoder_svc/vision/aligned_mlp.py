@@ -6,6 +6,7 @@ size of 3,420, and its rows of bfloat16 take 6,840 bytes. Zero weights and biase
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from encoder_svc.vision.module_trial import random_rows, replacement_problem
-from lookonce.model.kernels.activation import Activation, activation_of, output_of
+from encoder_svc.vision.module_trial import MLP_SCALES, random_rows, replacement_problem
+from lookonce.model.kernels.activation import Activation, activation_of
 
 _MULTIPLE = 64
 _ALIGNED_BYTES = 16
@@ -73,7 +74,7 @@ def replace_gated_mlp(parent: torch.nn.Module, name: str, gated: Gated | None) -
     is_silu = activation_of(activation) is Activation.SILU
     faster = GatedMlp(mlp, activation, gated if is_silu else None).eval()
     rows = random_rows(mlp.gate_proj.in_features, mlp.gate_proj.weight)
-    reason = replacement_problem(mlp, faster, rows)
+    reason = replacement_problem(mlp, faster, rows, MLP_SCALES)
     if reason is None:
         setattr(parent, name, faster)
     return reason
@@ -89,15 +90,16 @@ def pad_mlp(mlp: torch.nn.Module) -> str | None:
     reason: str | None = None
     for (first_name, first), (second_name, second) in _unaligned_orders(mlp):
         rows = random_rows(first.in_features, first.weight)
-        expected = output_of(mlp, rows)
         size = padded_size(first.out_features)
-        setattr(mlp, first_name, _linear_of([_with_outputs(first, size)]))
-        setattr(mlp, second_name, _with_inputs(second, size))
-        reason = replacement_problem(lambda _, output=expected: output, mlp, rows)
+        padded = copy.copy(mlp)
+        padded._modules = dict(mlp._modules)
+        setattr(padded, first_name, _linear_of([_with_outputs(first, size)]))
+        setattr(padded, second_name, _with_inputs(second, size))
+        reason = replacement_problem(mlp, padded, rows, MLP_SCALES)
         if reason is None:
+            setattr(mlp, first_name, getattr(padded, first_name))
+            setattr(mlp, second_name, getattr(padded, second_name))
             break
-        setattr(mlp, first_name, first)
-        setattr(mlp, second_name, second)
     return reason
 
 
@@ -109,7 +111,8 @@ def _unaligned_orders(module: torch.nn.Module) -> list[list[tuple[str, Any]]]:
     children = list(module.named_children())
     linears = [(name, child) for name, child in children if type(child) is torch.nn.Linear]
     others = [child for _, child in children if type(child) is not torch.nn.Linear]
-    if len(linears) != 2 or any(next(child.parameters(), None) is not None for child in others):
+    # Attention has two linear layers as well, and no activation.
+    if len(linears) != 2 or not others or any(next(child.parameters(), None) is not None for child in others):
         return []
     return [
         [first, second]

@@ -62,12 +62,13 @@ class _Replacements:
 
 
 def _align_mlps(model: Any, gated: Any, replacements: _Replacements) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if is_gated_mlp(child):
-                replacements.note("gated_mlp", replace_gated_mlp(parent, name, gated))
-            elif is_unaligned_mlp(child):
-                replacements.note("mlp", pad_mlp(child))
+    # A list of modules would keep all old weights until the last MLP is replaced.
+    for path in [path for path, module in model.named_modules() if is_gated_mlp(module) or is_unaligned_mlp(module)]:
+        parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        if is_gated_mlp(getattr(parent, name)):
+            replacements.note("gated_mlp", replace_gated_mlp(parent, name, gated))
+        else:
+            replacements.note("mlp", pad_mlp(getattr(parent, name)))
 
 
 def _fuse_parts(model: Any, fused_block: Any, replacements: _Replacements) -> None:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from encoder_svc.vision.module_trial import NUM_ROWS, random_rows, replacement_problem
+from encoder_svc.vision.module_trial import (
+    ATTENTION_SCALES,
+    LAYER_SCALES,
+    NORM_SCALES,
+    NUM_ROWS,
+    random_rows,
+    replacement_problem,
+)
 from encoder_svc.vision.rotary_kernel import rotated_heads
 from encoder_svc.vision.varlen_attention import NAME
 from encoder_svc.vision.varlen_kernel import attend_in_windows
@@ -42,7 +49,7 @@ def is_rms_norm(module: Any) -> bool:
 def fuse_norm(norm: Any) -> str | None:
     """Gives an RMS norm one kernel. Returns the reason against it, or None."""
     forward = functools.partial(_normed, norm, norm.forward)
-    return _changed(norm, forward, random_rows(len(norm.weight), norm.weight))
+    return _changed(norm, forward, random_rows(len(norm.weight), norm.weight), NORM_SCALES)
 
 
 def is_attention(module: Any) -> bool:
@@ -50,6 +57,7 @@ def is_attention(module: Any) -> bool:
     children = dict(module.named_children())
     return (
         children.keys() == {"qkv", "proj"}
+        and not list(module.parameters(recurse=False))
         and _takes_windows(module)
         and module.head_dim % 2 == 0
         and all(type(child) is torch.nn.Linear for child in children.values())
@@ -61,7 +69,7 @@ def fuse_attention(attention: Any) -> str | None:
     """Gives attention one kernel for rotary embedding, whose output is not copied. Returns the reason against it."""
     forward = functools.partial(_attended, attention)
     rows = random_rows(attention.qkv.in_features, attention.qkv.weight)
-    return _changed(attention, forward, rows, **_arguments(attention, rows.device))
+    return _changed(attention, forward, rows, ATTENTION_SCALES, **_arguments(attention, rows.device))
 
 
 def is_block(module: Any) -> bool:
@@ -69,6 +77,7 @@ def is_block(module: Any) -> bool:
     children = dict(module.named_children())
     return (
         children.keys() == {"norm1", "norm2", "attn", "mlp"}
+        and not list(module.parameters(recurse=False))
         and is_rms_norm(children["norm1"])
         and is_rms_norm(children["norm2"])
         and _takes_windows(children["attn"])
@@ -79,7 +88,7 @@ def fuse_block(block: Any) -> str | None:
     """Gives a layer one kernel for its first sum and the norm of it. Returns the reason against it, or None."""
     rows = random_rows(len(block.norm1.weight), block.norm1.weight)
     forward = functools.partial(_layer_output, block, block.forward)
-    return _changed(block, forward, rows, **_arguments(block.attn, rows.device))
+    return _changed(block, forward, rows, LAYER_SCALES, **_arguments(block.attn, rows.device))
 
 
 def _takes_windows(module: Any) -> bool:
@@ -88,9 +97,11 @@ def _takes_windows(module: Any) -> bool:
     return "cu_seqlens" in parameters and "position_embeddings" in parameters and hasattr(module, "head_dim")
 
 
-def _changed(module: Any, forward: Callable[..., Tensor], *inputs: Any, **named: Any) -> str | None:
+def _changed(
+    module: Any, forward: Callable[..., Tensor], rows: Tensor, scales: Sequence[float], **named: Any
+) -> str | None:
     """Replaces the forward pass of one module if both agree."""
-    reason = replacement_problem(module, forward, *inputs, **named)
+    reason = replacement_problem(module, forward, rows, scales, **named)
     if reason is None:
         # The module stays, because transformers finds layers by their classes.
         module.forward = forward
