@@ -30,6 +30,8 @@ from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
 _SAMPLE_FRAMES = (16, 128)
+# The type of layers that have a state instead of keys and values, such as those of Qwen3.5.
+_RECURRENT = "linear_attention"
 # The decoder's default number of tokens per KV block.
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
@@ -106,10 +108,16 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         return [Finding("text half", False, str(error))]
     text = model.source.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * weights.dtype.itemsize
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    num_recurrent = sum(kind == _RECURRENT for kind in kinds)
+    if num_recurrent == len(kinds):
+        return [Finding("text half", False, "all layers are recurrent; a layer with full attention is needed")]
+    num_layers = text.num_hidden_layers - num_recurrent
+    token_bytes = 2 * num_layers * text.num_key_value_heads * head_dim * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
     many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
-    return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}")]
+    others = f", and the states of {num_recurrent} recurrent layers" if num_recurrent else ""
+    return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}{others}")]
 
 
 def _described(weights: HalfWeights) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -241,3 +243,73 @@ def test_layers_that_no_feature_needs_are_emptied(tiny_folder: Folders) -> None:
     num_parameters = len(list(model.parameters()))
     assert made_fast(model)["num_skipped_layers"] == 1
     assert len(list(model.parameters())) < num_parameters
+
+
+class ClampedMlp(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Looks like a gated MLP, and clamps what it multiplies, as GLM 5's tower does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = torch.nn.Linear(16, 24), torch.nn.Linear(16, 24)
+        self.down_proj, self.act_fn = torch.nn.Linear(24, 16), torch.nn.SiLU()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(hidden).clamp(max=10), self.up_proj(hidden).clamp(-10, 10)
+        output: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return output
+
+
+class ScaledLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Looks like a layer, and scales what it adds by so little that the sum hardly shows it."""
+
+    def __init__(self, layer: Any, has_parameter: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attn, self.mlp = layer.norm1, layer.norm2, layer.attn, layer.mlp
+        scale = torch.full((1,), 1e-3)
+        self.scale: Any = torch.nn.Parameter(scale) if has_parameter else scale
+
+    def forward(self, hidden: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        hidden = hidden + self.scale * self.attn(self.norm1(hidden), *arguments, **named)
+        output: torch.Tensor = hidden + self.scale * self.mlp(self.norm2(hidden))
+        return output
+
+
+def test_an_mlp_that_clamps_is_not_replaced() -> None:
+    torch.manual_seed(0)
+    parent = torch.nn.ModuleDict({"mlp": ClampedMlp()})
+    assert aligned_mlp.is_gated_mlp(parent["mlp"])
+    assert aligned_mlp.replace_gated_mlp(parent, "mlp", None) == "it gives other values than transformers' module"
+    assert isinstance(parent["mlp"], ClampedMlp)
+
+
+def test_a_layer_that_scales_what_it_adds_is_not_replaced(tiny_folder: Folders) -> None:
+    model, _ = model_and_rows(tiny_folder("qwen2_5_vl"))
+    layer = next(module for module in model.modules() if fused_block.is_block(module))
+    for parameter in layer.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(0.1)
+    assert not fused_block.is_block(ScaledLayer(layer, has_parameter=True))
+    looks_like_one = ScaledLayer(layer, has_parameter=False)
+    assert fused_block.is_block(looks_like_one)
+    assert fused_block.fuse_block(looks_like_one) == "it gives other values than transformers' module"
+
+
+def test_attention_is_no_mlp_and_old_weights_are_freed_one_by_one(
+    tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = model_and_rows(tiny_folder("qwen2_5_vl"))
+    layer = next(module for module in model.modules() if fused_block.is_block(module))
+    assert not aligned_mlp.is_unaligned_mlp(layer.attn)
+    mlps = [weakref.ref(module) for module in model.modules() if aligned_mlp.is_gated_mlp(module)]
+    alive: list[int] = []
+    replace = aligned_mlp.replace_gated_mlp
+
+    def counted(*arguments: Any) -> str | None:
+        reason = replace(*arguments)
+        gc.collect()
+        alive.append(sum(mlp() is not None for mlp in mlps))
+        return reason
+
+    monkeypatch.setattr(cuda_tower, "replace_gated_mlp", counted)
+    cuda_tower.make_fast(model)
+    assert alive == [2, 1, 0]

@@ -90,6 +90,20 @@ def test_sizes_follow_from_the_configuration(built: Callable[[str], pathlib.Path
     assert deepstack["row"].detail.startswith("768 bytes, 512 of them feature levels; ")
 
 
+def test_recurrent_layers_take_no_keys_and_values(
+    built: Callable[[str], pathlib.Path], copied: Callable[..., pathlib.Path]
+) -> None:
+    path = built("qwen3_5")
+    text = _config(path).get_text_config()
+    num_recurrent = text.layer_types.count("linear_attention")
+    num_full = len(text.layer_types) - num_recurrent
+    assert 0 < num_recurrent < len(text.layer_types)
+    num_bytes = num_full * 2 * text.num_key_value_heads * text.head_dim * 4 * 16
+    detail = _examined(path)["KV cache"].detail
+    assert detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")
+    assert detail.endswith(f"and the states of {num_recurrent} recurrent layers")
+
+
 def test_the_checkpoints_element_type_counts(copied: Callable[..., pathlib.Path]) -> None:
     path = copied("gemma3", {"dtype": "bfloat16"})
     findings = _examined(path)
