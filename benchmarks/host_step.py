@@ -129,9 +129,9 @@ class StepTimes:
         """Returns the function with its time counted as that of a part."""
 
         def call(*arguments: Any, **named: Any) -> Any:
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             result = function(*arguments, **named)
-            self._parts_s[name] = self._parts_s.get(name, 0.0) + time.perf_counter() - began_s
+            self._parts_s[name] = self._parts_s.get(name, 0.0) + time.thread_time() - began_s
             return result
 
         return call
@@ -142,9 +142,9 @@ class StepTimes:
         assert len(outputs) == len(answers.by_request), "a request failed"
         num_ended = sum(output.finish_reason is not None for output in outputs)
         if self._began_s is None and all(output.token_ids for output in outputs) and len(outputs) == self._num_requests:
-            self._num_steps, self._parts_s, self._began_s = 0, {}, time.perf_counter()
+            self._num_steps, self._parts_s, self._began_s = 0, {}, time.thread_time()
         elif num_ended and self.step_s == 0.0 and self._began_s is not None:
-            self.step_s = (time.perf_counter() - self._began_s) / self._num_steps
+            self.step_s = (time.thread_time() - self._began_s) / self._num_steps
             self.parts_s = {name: seconds / self._num_steps for name, seconds in self._parts_s.items()}
         self._num_steps += 1
         self._num_ended += num_ended

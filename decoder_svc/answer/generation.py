@@ -86,7 +86,7 @@ class SubmittedRequest:
     async def admission(self) -> RequestUsage:
         """Waits until the scheduler has admitted the request or has ended it, and returns the prompt-side usage."""
         output = await self._next()
-        self._latest = output.usage
+        self._latest = output.usage or self._latest
         if output.finish_reason is not None:
             self._early_end = output
         return self.usage
@@ -98,7 +98,7 @@ class SubmittedRequest:
                 if number:
                     await asyncio.sleep(0)
                 increment = self._text.push(output)
-                self._latest = output.usage
+                self._latest = output.usage or self._latest
                 self.finish_reason = increment.finish_reason
                 if increment.finish_reason not in (None, FinishReason.ABORT):
                     now_s = time.monotonic()

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
-from decoder_svc.scheduling.request_output import RequestOutput, TokenLogprobs
+from decoder_svc.scheduling.request_output import RequestOutput, RequestUsage, TokenLogprobs
 from lookonce.errors import LookonceError
 
 
@@ -96,6 +96,8 @@ class _Backlog:
         self._logprobs: list[TokenLogprobs] = []
         self._was_draft: list[bool] = []
         self._last: RequestOutput | None = None
+        # The latest that an output had.
+        self._usage: RequestUsage | None = None
 
     def __bool__(self) -> bool:
         return self._last is not None
@@ -107,6 +109,7 @@ class _Backlog:
         self._logprobs.extend(output.logprobs)
         self._was_draft.extend(output.was_draft or (False,) * len(output.token_ids))
         self._last = output
+        self._usage = output.usage or self._usage
 
     def take(self) -> RequestOutput:
         """Returns the outputs as one, with the end and the usage of the last, and forgets them. There must be one."""
@@ -117,10 +120,10 @@ class _Backlog:
                 token_ids=tuple(self._token_ids),
                 logprobs=tuple(self._logprobs),
                 finish_reason=last.finish_reason,
-                usage=last.usage,
+                usage=self._usage,
                 was_draft=tuple(self._was_draft),
             )
-        self._num_outputs, self._last = 0, None
+        self._num_outputs, self._last, self._usage = 0, None, None
         for waiting in (self._token_ids, self._logprobs, self._was_draft):
             waiting.clear()
         return last

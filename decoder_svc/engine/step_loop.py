@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from decoder_svc.engine.adapter_loading import AdapterLoading
 from decoder_svc.engine.constraint_desk import ConstraintDesk
@@ -446,17 +445,27 @@ def _too_late() -> DeadlineError:
 
 def _outputs(updates: Sequence[TokenUpdate]) -> Iterator[tuple[RequestId, RequestOutput]]:
     """One output per request of a step, however many tokens the step gave it."""
-    for request_id, group in groupby(updates, key=lambda update: update.request.request_id):
-        of_request = tuple(group)
-        tokens = [update.token for update in of_request]
-        last = of_request[-1]
-        yield (
-            request_id,
-            RequestOutput(
-                token_ids=tuple(token.token_id for token in tokens),
-                logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
-                finish_reason=last.finish_reason,
-                usage=replace(last.request.usage),
-                was_draft=tuple(update.was_draft for update in of_request),
-            ),
-        )
+    start = 0
+    while start < len(updates):
+        request = updates[start].request
+        stop = start + 1
+        while stop < len(updates) and updates[stop].request is request:
+            stop += 1
+        yield request.request_id, _output(request, updates[start:stop])
+        start = stop
+
+
+def _output(request: Request, updates: Sequence[TokenUpdate]) -> RequestOutput:
+    """Returns the output with the latest tokens of a request."""
+    tokens = [update.token for update in updates]
+    finish_reason = updates[-1].finish_reason
+    # The prompt's numbers are complete with the first token, unless the prompt is computed again.
+    is_changed = request.num_output_tokens == len(updates) or finish_reason is not None or request.num_preemptions > 0
+    return RequestOutput(
+        token_ids=tuple([token.token_id for token in tokens]),
+        logprobs=tuple([token.logprobs for token in tokens if token.logprobs is not None]),
+        finish_reason=finish_reason,
+        usage=replace(request.usage) if is_changed else None,
+        # The accepted drafts of a step come first.
+        was_draft=tuple([update.was_draft for update in updates]) if updates[0].was_draft else (),
+    )

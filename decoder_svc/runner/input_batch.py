@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,10 @@ class RequestBlocks:
     def blocks(self, num_tokens: int) -> IntArray:
         """Returns the blocks of the first `num_tokens` tokens, without the released ones."""
         return self._block_ids[self.first : -(-num_tokens // self._block_size)]
+
+    def slot(self, token: int) -> int:
+        """Returns the slot of one token."""
+        return int(self._block_ids.item(token // self._block_size)) * self._block_size + token % self._block_size
 
     def slots(self, start: int, stop: int, write_start: int, unread_slot: int) -> IntArray:
         """Returns the slots of tokens [start, stop); tokens before `write_start` get `unread_slot`."""
@@ -90,8 +95,10 @@ class RequestRow:
 
     def take_prompt_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         """Returns the log probabilities of all tokens of the prompt but the first, and forgets them."""
+        if not self.prompt_logprobs:
+            return ()
         found, self.prompt_logprobs = self.prompt_logprobs, {}
-        return tuple(found.get(place, ()) for place in range(1, self.num_prompt_tokens)) if found else ()
+        return tuple(found.get(place, ()) for place in range(1, self.num_prompt_tokens))
 
     @property
     def token_ids(self) -> IntArray:
@@ -101,7 +108,12 @@ class RequestRow:
     def set_drafts(self, draft_ids: tuple[int, ...]) -> None:
         """Appends draft tokens to the known tokens; replaces earlier drafts."""
         self.draft_ids = draft_ids
-        self._token_ids[self.num_tokens : self.num_tokens + len(draft_ids)] = draft_ids
+        if draft_ids:
+            self._token_ids[self.num_tokens : self.num_tokens + len(draft_ids)] = draft_ids
+
+    def id_at(self, index: int) -> int:
+        """Returns the id of one token; 0 if it is not known yet."""
+        return int(self._token_ids.item(index))
 
     def ids_between(self, start: int, stop: int) -> IntArray:
         """Returns the ids of tokens [start, stop), drafts included."""
@@ -154,7 +166,8 @@ class RequestRow:
 
     def set_blocks(self, chunk: ScheduledChunk) -> None:
         """Updates the block tables from a chunk of this request."""
-        self.full.set(chunk.block_start, chunk.block_ids)
+        if chunk.block_ids:
+            self.full.set(chunk.block_start, chunk.block_ids)
         if self.sliding is not None:
             assert chunk.sliding is not None, "the scheduler gave no blocks of the sliding group"
             self.sliding.first = chunk.sliding.first
@@ -165,6 +178,10 @@ class RequestRow:
         if not self.mutual_spans or start >= self.num_prompt_tokens:
             return ()
         return tuple(span for span in self.mutual_spans if span.stop > start and span.offset < stop)
+
+    def answer_position(self, index: int) -> int:
+        """Returns the rotary position, on each axis, of a token behind the prompt."""
+        return index + self._position_delta
 
     def positions(self, start: int, stop: int, num_axes: int) -> IntArray:
         """Returns the rotary positions of tokens [start, stop), `[num_axes, stop - start]`."""
@@ -261,21 +278,23 @@ class InputBatch:
     def flatten(self, chunks: Iterable[ScheduledChunk]) -> FlatInputs:
         """Returns the arrays of one step. Block tables must be up to date."""
         parts = [(chunk, self._rows[chunk.request_id], chunk.start + chunk.num_tokens) for chunk in chunks]
-        ends = np.cumsum([chunk.num_tokens for chunk, _, _ in parts])
-        sampled = [(chunk, int(end)) for (chunk, _, _), end in zip(parts, ends, strict=True) if chunk.samples]
+        ends = list(accumulate([chunk.num_tokens for chunk, _, _ in parts]))
+        sampled = [(chunk, end) for (chunk, _, _), end in zip(parts, ends, strict=True) if chunk.samples]
         sampled_indexes = [index for chunk, end in sampled for index in range(end - 1 - len(chunk.draft_ids), end)]
         unknown = [
-            (int(end) - 1, row.unknown_place)
+            (end - 1, row.unknown_place)
             for (_, row, stop), end in zip(parts, ends, strict=True)
             if row.unknown_place is not None and stop == row.num_tokens
         ]
-        axes = self._num_position_axes
+        token_ids, positions = self._tokens(parts, ends)
         return FlatInputs(
-            token_ids=np.concatenate([row.ids_between(chunk.start, stop) for chunk, row, stop in parts]),
-            positions=np.concatenate([row.positions(chunk.start, stop, axes) for chunk, row, stop in parts], axis=1),
-            full=_block_inputs([(chunk, row.full) for chunk, row, _ in parts], self._unread_slot),
+            token_ids=token_ids,
+            positions=positions,
+            full=_block_inputs([(chunk, row.full) for chunk, row, _ in parts], ends, self._unread_slot),
             sliding=_block_inputs(
-                [(chunk, row.sliding) for chunk, row, _ in parts if row.sliding is not None], self._sliding_unread_slot
+                [(chunk, row.sliding) for chunk, row, _ in parts if row.sliding is not None],
+                ends,
+                self._sliding_unread_slot,
             )
             if self._has_sliding_group
             else None,
@@ -288,15 +307,52 @@ class InputBatch:
             states=tuple(chunk.states for chunk, _, _ in parts if chunk.states is not None),
         )
 
+    def _tokens(
+        self, parts: Sequence[tuple[ScheduledChunk, RequestRow, int]], ends: Sequence[int]
+    ) -> tuple[IntArray, IntArray]:
+        """Returns ids, `[num_tokens]`, and positions, `[num_axes, num_tokens]`.
 
-def _block_inputs(parts: Sequence[tuple[ScheduledChunk, RequestBlocks]], unread_slot: int) -> BlockInputs:
+        Single tokens of answers, which most steps consist of, are gathered as numbers: an array for each would take
+        several times as long.
+        """
+        token_ids = np.empty(ends[-1], dtype=np.int64)
+        positions = np.empty((self._num_position_axes, ends[-1]), dtype=np.int64)
+        places: list[int] = []
+        ids: list[int] = []
+        of_answers: list[int] = []
+        for (chunk, row, stop), end in zip(parts, ends, strict=True):
+            if chunk.num_tokens == 1 and chunk.start >= row.num_prompt_tokens:
+                places.append(end - 1)
+                ids.append(row.id_at(chunk.start))
+                of_answers.append(row.answer_position(chunk.start))
+            else:
+                of_chunk = slice(end - chunk.num_tokens, end)
+                token_ids[of_chunk] = row.ids_between(chunk.start, stop)
+                positions[:, of_chunk] = row.positions(chunk.start, stop, self._num_position_axes)
+        if places:
+            token_ids[places] = ids
+            positions[:, places] = of_answers
+        return token_ids, positions
+
+
+def _block_inputs(
+    parts: Sequence[tuple[ScheduledChunk, RequestBlocks]], ends: Sequence[int], unread_slot: int
+) -> BlockInputs:
+    """`ends` are the flat indexes behind the chunks."""
     stops = [chunk.start + chunk.num_tokens for chunk, _ in parts]
-    slots = [
-        table.slots(chunk.start, stop, chunk.write_start, unread_slot)
-        for (chunk, table), stop in zip(parts, stops, strict=True)
-    ]
+    slot_mapping = np.empty(ends[-1], dtype=np.int64)
+    places: list[int] = []
+    slots: list[int] = []
+    for (chunk, table), stop, end in zip(parts, stops, ends, strict=True):
+        if chunk.num_tokens == 1 and chunk.write_start <= chunk.start:
+            places.append(end - 1)
+            slots.append(table.slot(chunk.start))
+        else:
+            slot_mapping[end - chunk.num_tokens : end] = table.slots(chunk.start, stop, chunk.write_start, unread_slot)
+    if places:
+        slot_mapping[places] = slots
     return BlockInputs(
-        slot_mapping=np.concatenate(slots),
+        slot_mapping=slot_mapping,
         block_tables=tuple(table.blocks(stop) for (_, table), stop in zip(parts, stops, strict=True)),
         first_tokens=tuple(table.first_token for _, table in parts),
     )

@@ -34,7 +34,8 @@ def sample_rows(rows: Sequence[RequestRow], masks: Sequence[RowMasks]) -> list[S
     ]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: each step makes one for each request, and a frozen one takes several times as long to make.
+@dataclass(slots=True)
 class _PendingTokens:
     """The sampled tokens of one request."""
 

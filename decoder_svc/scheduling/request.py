@@ -73,6 +73,8 @@ class Request:
         # The place among those of the same priority; set by TenantTurns.
         self.turn = 0
         self.cache_scope = cache_scope
+        # Number of prompt tokens, including image placeholders.
+        self.num_prompt_tokens = len(prompt.token_ids)
         # The prompt's ids, then the generated ones.
         self.token_ids = list(prompt.token_ids)
         # Tokens behind them that the step in flight samples, 0 or 1: they can be scheduled before their ids are known.
@@ -106,14 +108,9 @@ class Request:
         return len(self.token_ids) + self.num_unknown_tokens
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens, including image placeholders."""
-        return len(self.prompt.token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Number of generated tokens whose ids are known."""
-        return len(self.token_ids) - len(self.prompt.token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -122,8 +119,8 @@ class Request:
 
     def may_grow(self, max_context_tokens: int) -> bool:
         """Whether a further token may follow, should none of the unknown ones be a stop id."""
-        num_answer_tokens = self.num_tokens - self.num_prompt_tokens
-        return num_answer_tokens < self.params.max_tokens and self.num_tokens < max_context_tokens
+        num_tokens = len(self.token_ids) + self.num_unknown_tokens
+        return num_tokens - self.num_prompt_tokens < self.params.max_tokens and num_tokens < max_context_tokens
 
     def finish_reason_now(self, max_context_tokens: int) -> FinishReason | None:
         """Returns the reason why the latest generated token ends the request, or None if another token may follow."""

@@ -43,9 +43,13 @@ class TokenLogprobs:
     prompt: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: each step makes one for each request, and a frozen one takes several times as long to make.
+@dataclass(slots=True)
 class RequestOutput:
-    """A request's progress since its previous output. Several steps are merged into one output for a slow reader."""
+    """A request's progress since its previous output. Several steps are merged into one output for a slow reader.
+
+    Nobody changes one.
+    """
 
     # Newly generated ids; empty in the first output (admission) and possibly in the last.
     token_ids: tuple[int, ...]
@@ -53,7 +57,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...]
     # Set in the last output only.
     finish_reason: FinishReason | None
-    # A copy taken with this output.
-    usage: RequestUsage
+    # A copy taken with this output. None: since the previous output, only tokens of the answer have been added.
+    usage: RequestUsage | None
     # For each new token, whether it was an accepted draft token; empty if none was.
     was_draft: tuple[bool, ...] = ()

@@ -100,7 +100,7 @@ class RowDemand:
                 for the head of the waiting queue and for every running request.
             may_displace: Whether the request may evict rows that requests behind it need.
         """
-        if self._has_passed_images(request):
+        if self.has_passed_images(request):
             return
         self._release_before(request, start)
         for index, item, rows in self._images_from(request, start):
@@ -124,7 +124,7 @@ class RowDemand:
 
     def runnable_stop(self, request: Request, start: int) -> int:
         """Returns one past the last token from `start` on that can be computed with the rows now on the device."""
-        if self._has_passed_images(request):
+        if self.has_passed_images(request):
             return request.num_tokens
         if not self._overlap_encode and self._is_any_arriving(request, start):
             return start
@@ -133,6 +133,10 @@ class RowDemand:
             if missing is not None:
                 return item.token_of_row(missing)
         return request.num_tokens
+
+    def has_passed_images(self, request: Request) -> bool:
+        """Whether the request is past its last image, as most are in most steps: they decode, or are about text."""
+        return self._progress[request.request_id].num_passed == len(request.prompt.images)
 
     def has_asked_for_all(self, request: Request, start: int) -> bool:
         """Whether every row of the request's tokens from `start` on is resident or in flight."""
@@ -174,10 +178,6 @@ class RowDemand:
             and rows.start < needed.stop
             for _, item, needed in self._images_from(request, request.num_computed_tokens)
         )
-
-    def _has_passed_images(self, request: Request) -> bool:
-        """Whether the request is past its last image, as most are in most steps: they decode, or are about text."""
-        return self._progress[request.request_id].num_passed == len(request.prompt.images)
 
     def _release_before(self, request: Request, start: int) -> None:
         """Releases images of which no token from `start` on takes a row.

@@ -269,6 +269,9 @@ class Scheduler:
             if not request.may_grow(self.limits.max_context_tokens):
                 # The step in flight samples its last token.
                 continue
+            if step.token_budget > 0 and self._has_all_for_answer(request):
+                self._schedule_answer_token(request, step)
+                continue
             self._adopt_from_others(request)
             num_tokens = self._num_new_tokens(request, request.num_computed_tokens, step)
             if num_tokens > 1:
@@ -356,6 +359,16 @@ class Scheduler:
         num_tokens = self._chunk_size.most(request, start, min(runnable_stop, start + step.token_budget))
         step.lacks_budget |= num_tokens == 0 < step.token_budget and not self.limits.deterministic
         return num_tokens
+
+    def _has_all_for_answer(self, request: Request) -> bool:
+        """Whether the request's one next token needs neither blocks nor rows, as in most steps of most requests."""
+        return self.kv_cache.has_slot_for_answer(request) and self._row_demand.has_passed_images(request)
+
+    def _schedule_answer_token(self, request: Request, step: StepInProgress) -> None:
+        start = request.num_computed_tokens
+        write_start = max(start, request.num_shared_tokens)
+        block_start, block_ids = self.kv_cache.take_table_changes(request.request_id)
+        step.add(ScheduledChunk(request.request_id, start, 1, write_start, block_start, block_ids, samples=True))
 
     def _make_room(self, request: Request, num_tokens: int, step: StepInProgress) -> bool:
         """Preempts from the end of the running batch until blocks are free; False if that hit the request itself."""

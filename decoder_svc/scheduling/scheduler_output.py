@@ -71,7 +71,9 @@ class StateUse:
     taken: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+# This class and the two at the end are not frozen: each step makes one of each for each request, and a frozen one takes
+# several times as long to make. Nobody changes them.
+@dataclass(slots=True)
 class ScheduledChunk:
     """The tokens [start, start + num_tokens) of one request, to be computed in this step."""
 
@@ -165,7 +167,7 @@ class StepInProgress:
         return SchedulerOutput(admitted, chunks, released, evicted_rows, fetches, expired)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """One sampled token of a request. A chunk with accepted draft tokens yields several, in order."""
 
@@ -185,7 +187,7 @@ def tokens_by_request(sampled: Iterable[SampledToken]) -> dict[RequestId, list[S
     return by_request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenUpdate:
     """One generated token, with the finish reason if it ended the request."""
 

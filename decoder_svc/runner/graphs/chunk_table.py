@@ -101,6 +101,8 @@ class ChunkGraphTable:
         self._buffer = InputBuffer(self._specs(size), transfer)
         self._rows = torch.zeros(size, chunk_shape.row_elements, dtype=chunk_shape.dtype, device=transfer.device)
         self._replays: dict[int, Callable[[], Decoded]] = {}
+        # The input tensors of each size.
+        self._inputs: dict[int, ChunkInputs] = {}
 
     def capture(self, forward: Callable[[ChunkInputs], Decoded], record: Record) -> None:
         """Records `forward` at every size, largest first, so that smaller graphs reuse the largest one's memory."""
@@ -146,7 +148,9 @@ class ChunkGraphTable:
             for index, table in enumerate(self._tables):
                 group = None if flat is None else (flat.full, flat.sliding)[index]
                 self._fill_group(group, size, index, table, staged)
-        return self._inputs(size)
+        if size not in self._inputs:
+            self._inputs[size] = self._first_inputs(size)
+        return self._inputs[size]
 
     def replay(self, flat: FlatInputs, size: int, feed: Feed, row_indexes: Sequence[int] = ()) -> Decoded:
         """Returns the results of a step's sampled tokens. The next replay overwrites them."""
@@ -183,7 +187,7 @@ class ChunkGraphTable:
         """Returns the number of tokens whose logits a pass computes."""
         return min(size, self._num_sequences)
 
-    def _inputs(self, size: int) -> ChunkInputs:
+    def _first_inputs(self, size: int) -> ChunkInputs:
         """Returns the first `size` tokens of the input tensors."""
         parts = self._buffer.parts
         blocks = [

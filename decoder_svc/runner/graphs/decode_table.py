@@ -126,6 +126,8 @@ class GraphTable:
         self.tables = tuple(BlockTable(size + 1, pool, transfer) for pool in shape.pools)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=transfer.device)
         self._replays: dict[int, Callable[[], Decoded]] = {}
+        # The input tensors of each size.
+        self._inputs: dict[int, DecodeInputs] = {}
 
     def capture(self, forward: Callable[[DecodeInputs], Decoded], record: Record) -> None:
         """Records `forward` at every size, largest first, so that smaller graphs reuse the largest one's memory."""
@@ -162,7 +164,9 @@ class GraphTable:
                     staged[f"places_{index}"],
                     staged[f"blocks_{index}"],
                 )
-        return self._inputs(size)
+        if size not in self._inputs:
+            self._inputs[size] = self._first_inputs(size)
+        return self._inputs[size]
 
     def replay(self, flat: FlatInputs, size: int, feed: Feed) -> Decoded:
         """Returns the results for a step's tokens. The next replay overwrites them."""
@@ -171,7 +175,7 @@ class GraphTable:
         num_tokens = len(flat.token_ids)
         return Decoded(decoded.logits[:num_tokens], decoded.likeliest[:num_tokens])
 
-    def _inputs(self, size: int) -> DecodeInputs:
+    def _first_inputs(self, size: int) -> DecodeInputs:
         """Returns the first `size` tokens of the input tensors."""
         parts = self._buffer.parts
         blocks = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,18 +53,23 @@ class InputBuffer:
     """Named tensors in one piece of device memory, so that a step's numbers reach them in one copy."""
 
     def __init__(self, specs: Mapping[str, Spec], transfer: HostTransfer) -> None:
-        self._specs = specs
         self._transfer = transfer
         num_bytes = sum(map(_num_bytes, specs.values()))
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=transfer.device)
         # The tensors on the device.
         self.parts: dict[str, Tensor] = dict(zip(specs, _carved(self._buffer, specs), strict=True))
+        # Place in the buffer, element type and shape of each part on the host.
+        self._layout = [
+            (name, slice(first, first + part.nbytes), part.cpu().numpy().dtype, tuple(part.shape))
+            for (name, part), first in zip(self.parts.items(), _starts(specs), strict=True)
+        ]
 
     @contextmanager
     def staged(self) -> Iterator[Staged]:
         """Yields uninitialised arrays of the same shapes; copies them to the device at the end of the block."""
         staged = self._transfer.staging(len(self._buffer))
-        yield {name: part.numpy() for name, part in zip(self._specs, _carved(staged, self._specs), strict=True)}
+        host = staged.numpy()
+        yield {name: host[place].view(dtype).reshape(shape) for name, place, dtype, shape in self._layout}
         self._transfer.copy(staged, self._buffer)
 
 
@@ -141,9 +147,11 @@ def _num_bytes(spec: Spec) -> int:
 
 def _carved(buffer: Tensor, specs: Mapping[str, Spec]) -> Iterator[Tensor]:
     """Yields the parts of a buffer."""
-    first = 0
-    for spec in specs.values():
-        dtype, shape = spec
+    for (dtype, shape), first in zip(specs.values(), _starts(specs), strict=True):
         stop = first + math.prod(shape) * int(dtype.itemsize)
         yield buffer[first:stop].view(dtype).view(shape)
-        first += _num_bytes(spec)
+
+
+def _starts(specs: Mapping[str, Spec]) -> list[int]:
+    """Returns the first byte of each part."""
+    return [0, *itertools.accumulate(map(_num_bytes, specs.values()))][:-1]

@@ -8,9 +8,10 @@ from decoder_svc.runner.sampling.sampling_state import IntArray, SamplingState, 
 from decoder_svc.scheduling.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: each step makes one for each request, and a frozen one takes several times as long to make.
+@dataclass(slots=True)
 class SampleRow:
-    """Sampling parameters and preceding tokens of one row of logits."""
+    """Sampling parameters and preceding tokens of one row of logits. Nobody changes one."""
 
     params: SamplingParams
     # Prompt, generated and draft ids, [num_tokens].

@@ -213,6 +213,21 @@ class KVCacheManager:
             for group in self._groups:
                 group.extend(request.request_id, num_missing)
 
+    def has_slot_for_answer(self, request: Request) -> bool:
+        """Whether nothing but the slot of the request's next token is needed to compute it, and the slot is there.
+
+        True in most steps of a request that decodes: it has one token to compute, behind its prompt, in the middle of a
+        block. No block is taken or filled.
+        """
+        start = request.num_computed_tokens
+        return (
+            0 < start % self.block_size < self.block_size - 1
+            and start >= request.num_prompt_tokens
+            and request.num_tokens - start == 1
+            and self._sliding is None
+            and self._states is None
+        )
+
     def num_spare_tokens(self, request: Request, start: int, num_tokens: int) -> int:
         """Returns how many of `num_tokens` draft tokens from `start` on fit without evicting a cached block.
 
@@ -283,10 +298,10 @@ class KVCacheManager:
         Call it when these tokens are scheduled in the step that began last, or with `is_computed` when they are
         computed.
         """
-        if not self._may_publish(request):
+        num_published = self._num_published[request.request_id]
+        if num_tokens // self.block_size <= num_published or not self._may_publish(request):
             return
         num_full = self._num_publishable(request, num_tokens) // self.block_size
-        num_published = self._num_published[request.request_id]
         if num_published >= num_full:
             return
         self.hasher.extend(request)

@@ -184,8 +184,9 @@ class DrivenEngine:
             served.token_ids += answer.token_ids
             served.logprobs += answer.logprobs
             served.end = answer.finish_reason
-            served.usage = answer.usage
-            assert answer.usage.completion_tokens == len(served.token_ids)
+            if answer.usage is not None:
+                served.usage = answer.usage
+                assert answer.usage.completion_tokens == len(served.token_ids)
         else:
             served.end = answer
 

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,17 @@ async def test_a_reader_that_is_behind_gets_the_admission_and_one_merged_output(
     assert [position.top[0][0] for position in merged.logprobs] == [1, 2, 3, 4]
     assert merged.was_draft == (False, True, False, False)
     assert merged.finish_reason is FinishReason.LENGTH
-    assert merged.usage.completion_tokens == 4
+    assert merged.usage == RequestUsage(completion_tokens=4)
+
+
+async def test_merged_outputs_have_the_latest_usage_that_one_of_them_had() -> None:
+    stream = OutputStream()
+    stream.push(output(1, completion=1))
+    stream.push(replace(output(2), usage=None))
+    assert (await anext(stream)).usage == RequestUsage(completion_tokens=1)
+    stream.push(replace(output(3), usage=None))
+    stream.push(replace(output(4), usage=None))
+    assert (await anext(stream)).usage is None
 
 
 class CountingTuple(tuple[Any, ...]):

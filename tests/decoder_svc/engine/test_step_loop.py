@@ -400,6 +400,9 @@ def test_a_step_is_launched_before_the_one_before_it_is_read() -> None:
     running.stop()
     assert error is None
     assert [token for output in outputs for token in output.token_ids] == [7] * 4
+    # The prompt's numbers come with the admission and the first token, all numbers with the last.
+    assert [output.usage is not None for output in outputs] == [True, True, False, False, True]
+    assert outputs[-1].usage is not None
     assert outputs[-1].usage.completion_tokens == 4
     assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
 
