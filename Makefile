@@ -79,6 +79,7 @@ release-contract: $(INSTALLED) ## at a release: keep its gRPC contract, which `m
 
 bench: $(INSTALLED) ## run the short benchmarks and rewrite benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.scheduler_cost
+	@$(BIN)/python -m benchmarks.host_step
 	@$(BIN)/python -m benchmarks.encode_once
 	@$(BIN)/python -m benchmarks.hit_cost --pictures 10
 	@$(BIN)/python -m benchmarks.rows_moved

@@ -1,7 +1,8 @@
 """What does the engine's process do on the host in a step of single tokens? `--help` lists the options.
 
 The engine with scheduler, KV cache and a runner with graphs runs on a device that computes nothing: a replay ends at
-once, and every token has the id 0. What is left is the time of the host, which a fast device waits for.
+once, and every token has the id 0. What is left is the work of the host, which a fast device waits for. All times are
+processor time of the engine's thread, so other processes hardly change them.
 """
 
 from __future__ import annotations
@@ -250,9 +251,9 @@ def section(steps: Sequence[HostStep]) -> str:
         for step in steps
     ]
     question = (
-        f"## {_NAME}\n\nWhat does the engine's process do on the host in a step of single tokens? The engine on a "
-        "device that computes\nnothing. An H100 takes 2,100 µs for a step of 1 request, and 3,030 for one of 64 "
-        "(`benchmarks.gpu`, 2 billion weights):\na host that takes longer slows it down."
+        f"## {_NAME}\n\nWhat does the engine's process do on the host in a step of single tokens? Processor time of "
+        "the engine's thread on\na device that computes nothing. An H100 takes 2,100 µs for a step of 1 request, and "
+        "3,030 for one of 64\n(`benchmarks.gpu`, 2 billion weights): a host that takes longer slows it down."
     )
     return f"{question}\n\n{report.table(['requests', 'µs per step', 'least … most', *names], rows)}"
 

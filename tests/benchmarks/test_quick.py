@@ -84,6 +84,15 @@ def test_scheduler_cost(quick: Any) -> None:
     assert figures["hashing"]["num_hashed"] == figures["hashing"]["num_blocks"]
 
 
+def test_host_step(quick: Any) -> None:
+    for step in quick("host_step")["steps"]:
+        parts = [times for (times,) in step["parts_us"].values()]
+        assert len(parts) == 5
+        assert min(parts) > 0
+        (of_step,) = step["step_us"]
+        assert of_step > sum(parts)
+
+
 def test_prefix_reuse(quick: Any) -> None:
     figures = quick("prefix_reuse")
     assert figures["peer"] == "not run"

@@ -114,11 +114,14 @@ async def read(stream: OutputStream) -> tuple[list[int], RequestOutput]:
 
 async def test_first_output_is_the_admission_and_the_last_has_the_reason(engine: Engine) -> None:
     outputs = [output async for output in submit(engine, "a")]
-    assert outputs[0].token_ids == ()
-    assert outputs[0].usage.prompt_tokens == 3
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
-    assert outputs[-1].usage.completion_tokens == 5
-    assert outputs[-1].usage.time_to_first_token_s > 0
+    first, last = outputs[0], outputs[-1]
+    assert first.usage is not None
+    assert last.usage is not None
+    assert first.token_ids == ()
+    assert first.usage.prompt_tokens == 3
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.usage.completion_tokens == 5
+    assert last.usage.time_to_first_token_s > 0
 
 
 async def test_a_request_that_never_ran_gets_its_end_at_once(engine: Engine) -> None:
