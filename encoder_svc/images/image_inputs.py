@@ -157,6 +157,6 @@ def _with_shared(rows: torch.Tensor, places: Mapping[int, int], shared: Sequence
 
 
 def _flat(features: Any) -> torch.Tensor:
-    """All images' rows in one tensor; some families return one tensor, some return one per image."""
+    """Returns the rows of all images in one tensor. Some families give one tensor, others one per image."""
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -59,7 +59,7 @@ class StreamedUsage:
 
     @property
     def beside_choices(self) -> dict[str, Any]:
-        """The field for an event with choices; empty if the request has not asked for usage."""
+        """The `usage` field of an event that has choices; empty unless the request asked for usage."""
         if not self._options.is_included:
             return {}
         return {"usage": self.total if self._options.is_continuous else None}

@@ -38,7 +38,7 @@ _MAX_SLOW_CALLERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """The number of slots and the times of their use."""
+    """The number of slots, and how long a call may wait for one, hold it, and take to send its message."""
 
     # Two at least.
     num_slots: int
