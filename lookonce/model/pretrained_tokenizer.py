@@ -32,6 +32,7 @@ def load_pretrained(folder: pathlib.Path) -> Any:
         pretrained = call_rust(AutoTokenizer.from_pretrained, folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Libraries raise exceptions of many kinds, some of them plain `Exception`, for damaged files.
+        _check_config(folder)
         raise ModelFolderError(
             f"the tokenizer of {folder.name} cannot be loaded ({type(error).__name__}); download tokenizer.json and "
             "tokenizer_config.json again"
@@ -42,6 +43,19 @@ def load_pretrained(folder: pathlib.Path) -> Any:
         )
     _check_works(pretrained)
     return pretrained
+
+
+def _check_config(folder: pathlib.Path) -> None:
+    """Raises ModelFolderError if it is the model's configuration, not the tokenizer, that transformers refuses."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise ModelFolderError(
+            f"transformers refuses config.json of {folder.name} ({type(error).__name__}): two of its values contradict "
+            "each other, such as layer_types and num_hidden_layers, or it is damaged; download config.json again"
+        ) from error
 
 
 def _check_works(pretrained: Any) -> None:

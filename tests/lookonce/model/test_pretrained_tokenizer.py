@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import pytest
@@ -20,6 +21,18 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json") as caught:
+        load_pretrained(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+def test_a_configuration_that_contradicts_itself_is_not_told_as_a_problem_of_the_tokenizer(
+    tmp_path: pathlib.Path,
+) -> None:
+    """To find the tokenizer's class, transformers reads config.json."""
+    config = transformers.Qwen3Config(num_hidden_layers=2).to_dict() | {"layer_types": ["full_attention"] * 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFolderError, match="refuses config.json of .* layer_types") as caught:
         load_pretrained(tmp_path)
     assert "\n" not in caught.value.message
 
