@@ -93,6 +93,7 @@ async def serve(arguments: Sequence[str]) -> None:
         None,
         FetchMetrics(CollectorRegistry()),
         functools.partial(folder_vocabulary, settings.model),
+        process=None,
     )
     gc.collect()
     gc.freeze()

@@ -51,6 +51,7 @@ class EngineThread:
             None,
             FetchMetrics(CollectorRegistry()),
             functools.partial(folder_vocabulary, settings.model) if vocabulary is None else lambda: vocabulary,
+            process=None,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)

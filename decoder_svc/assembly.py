@@ -107,6 +107,14 @@ def choose_device(settings: DecoderSettings) -> DeviceChoice:
     return choice
 
 
+def begin_engine_process(settings: DecoderSettings, device: DeviceChoice) -> EngineProcess | None:
+    """Starts the engine's process, which loads the model while the caller goes on; None: the engine is a thread.
+
+    The caller gives it to `build_engine`, and closes it if that fails or is not reached.
+    """
+    return EngineProcess(settings.given_values(), settings.max_step_s) if device.engine_process else None
+
+
 def build_engine(
     settings: DecoderSettings,
     device: DeviceChoice,
@@ -115,8 +123,9 @@ def build_engine(
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
     load_vocabulary: Callable[[], Vocabulary],
+    process: EngineProcess | None,
 ) -> Engine:
-    """Loads the language model and sizes its memory pools, here or in a process of its own. Blocks while it loads.
+    """Loads the language model and sizes its memory pools, or waits until `process` has. Blocks meanwhile.
 
     `load_vocabulary` is called for the first constraint of an engine in this process.
 
@@ -124,8 +133,9 @@ def build_engine(
     hold a request and for settings that do not fit the model.
     """
     core: EngineCore
-    if device.engine_process:
-        core = EngineProcess(settings.given_values(), settings.max_step_s)
+    if process is not None:
+        process.wait_until_loaded()
+        core = process
     else:
         core = load_core(settings, device, family, Heartbeat(settings.max_step_s), load_vocabulary)
     fetcher = EmbeddingFetcher(

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.adapter_metrics import AdapterMetrics
 from decoder_svc.admin_servicer import ADMIN_SERVICE_NAME, DecoderAdminServicer
-from decoder_svc.assembly import DeviceChoice, build_engine, choose_device
+from decoder_svc.assembly import DeviceChoice, begin_engine_process, build_engine, choose_device
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.constraint.folder_vocabulary import tokenizer_vocabulary
 from decoder_svc.constraint.frames import Vocabulary
@@ -211,8 +211,12 @@ async def open_service(
     ConfigurationError when the service must not start.
     """
     device = choose_device(settings)
-    text = load_text(settings)
     async with AsyncExitStack() as stack:
+        # It loads the model while this process loads the tokenizer and reads the weights of the vision half.
+        process = begin_engine_process(settings, device)
+        if process is not None:
+            stack.callback(process.close)
+        text = load_text(settings)
         store = _open_store(settings, stack)
         tenants = load_tenants(settings.tenant_secret_file)
         encoder = encoder or _open_encoder(settings, device, text, tenants, stack)
@@ -224,7 +228,9 @@ async def open_service(
 
         checker = ConstraintChecker(load_vocabulary)
         stack.callback(checker.close)
-        engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry), load_vocabulary)
+        engine = build_engine(
+            settings, device, text.family, store, encoder, FetchMetrics(registry), load_vocabulary, process
+        )
         engine.start()
         stack.push_async_callback(engine.stop)
         heard_removal = _listen_for_forgotten(settings, engine, stack)

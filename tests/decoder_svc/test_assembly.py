@@ -124,6 +124,7 @@ def test_loading_leaves_no_threads_but_the_engine_s(monkeypatch: pytest.MonkeyPa
         None,
         FetchMetrics(CollectorRegistry()),
         functools.partial(folder_vocabulary, folder),
+        process=None,
     )
     (loader,) = loaders
     assert loader is not threading.current_thread()

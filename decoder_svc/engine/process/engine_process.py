@@ -56,10 +56,10 @@ class EngineProcess(EngineCore):
     """A process with scheduler, runner and model. It ends with this one."""
 
     def __init__(self, settings: Mapping[str, Any], max_step_s: float) -> None:
-        """Starts the process with the service's settings and waits until it has loaded its model.
+        """Starts the process with the service's settings. `wait_until_loaded` comes next.
 
         An engine that takes longer than `max_step_s` seconds for a step, or shows no sign of life for as long, counts
-        as hanging. Raises the StartupError of an engine that refuses to start, and RuntimeError if its process ends.
+        as hanging.
         """
         self._max_step_s = max_step_s
         self._inbox = Inbox()
@@ -73,8 +73,15 @@ class EngineProcess(EngineCore):
         self._process, self._pipe, self._board = _started()
         self._sender = threading.Thread(target=self._send_all, name="engine-send", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name="engine-receive", daemon=True)
-        try:
+        with suppress(OSError):
             self._pipe.send(json.dumps(settings).encode())
+
+    def wait_until_loaded(self) -> None:
+        """Waits until the process has loaded its model; it is closed if it has not.
+
+        Raises the StartupError of an engine that refuses to start, and RuntimeError if its process ends.
+        """
+        try:
             self.facts = decode_start(self._pipe.receive()[0])
         except (EOFError, OSError):
             self._is_leaving = True
@@ -114,7 +121,7 @@ class EngineProcess(EngineCore):
         return not self._receiver.is_alive()
 
     def close(self) -> None:
-        """Ends the process, by force if it does not end by itself, and the threads."""
+        """Ends the process, by force if it does not end by itself, and the threads. It may be called again."""
         self._is_closing = True
         self._pipe.shut_down()
         try:

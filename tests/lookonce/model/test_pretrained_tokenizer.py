@@ -32,7 +32,7 @@ def test_a_configuration_that_contradicts_itself_is_not_told_as_a_problem_of_the
     config = transformers.Qwen3Config(num_hidden_layers=2).to_dict() | {"layer_types": ["full_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelFolderError, match="refuses config.json of .* layer_types") as caught:
+    with pytest.raises(ModelFolderError, match=r"refuses config\.json of .* layer_types") as caught:
         load_pretrained(tmp_path)
     assert "\n" not in caught.value.message
 

@@ -21,10 +21,10 @@ from decoder_svc.engine.process.engine_process import EngineProcess
 from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
-from lookonce.errors import ConfigurationError
+from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.settings_parser import parse_settings
-from tests import image_files
+from tests import image_files, tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, params, reference, running_decoder, source
 from tests.decoder_svc.encoders import running_encoder
 
@@ -190,5 +190,19 @@ async def test_a_process_that_cannot_start_gives_the_reason(folder: pathlib.Path
 
 def test_a_process_that_ends_while_it_starts_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "_MODULE", "antigravity_that_is_not_there")
+    process = EngineProcess({}, 1.0)
     with pytest.raises(RuntimeError, match="status 1 before its model was loaded"):
-        EngineProcess({}, 1.0)
+        process.wait_until_loaded()
+    process.close()
+
+
+async def test_a_service_that_cannot_start_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    """The engine's process is loading the model by then."""
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 0}')
+    settings = parse_settings(DecoderSettings, ["--model", str(folder), "--engine", "process"], "decoder_svc")
+    registry = CollectorRegistry()
+    with pytest.raises(ModelFolderError, match="repetition_penalty"):
+        async with open_service(settings, registry, Quotas(None, registry)):
+            pass
+    assert not [child for child in psutil.Process().children() if engine_process._MODULE in child.cmdline()]
