@@ -53,6 +53,8 @@ _PREFILLS = ((1, 1024), (8, 1024))
 _ENCODER_BATCHES = (1, 4, 16)
 _IMAGE_SIDES = (448, 1036)
 _CALLERS = (1, 8, 64)
+# Requests in the steps whose results are compared.
+_CHECKED = (8, 64)
 _PEER_TOKENS = 32
 
 
@@ -138,11 +140,11 @@ def _checks(figures: Figures, device: torch.device) -> None:
         figures.add("checks", asdict(check))
     for check in penalties_agree(device):
         figures.add("checks", asdict(check))
-    bench = DecodeBench("small", folder, GPUModelRunner, max_batch=64, max_tokens=128)
+    bench = DecodeBench("small", folder, GPUModelRunner, max_batch=max(_CHECKED), max_tokens=128)
     figures.add("backend", {"small": bench.driver.runner.backend.name})
-    for batch in (8, 64):
+    for batch in _CHECKED:
         figures.add("checks", asdict(overlapped_steps_give_the_same_ids(bench.driver, batch)))
-    for batch in (8, 64):
+    for batch in _CHECKED:
         figures.add("checks", asdict(graphs_give_the_same_bits(bench.driver, batch)))
     del bench
     for check in parity(folder, GPUModelRunner):
