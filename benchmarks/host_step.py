@@ -57,14 +57,14 @@ _TIMEOUT_S = 120.0
 
 
 class NoAttention(PagedBackend):
-    """Returns the queries."""
+    """Attends to nothing: its result is the queries."""
 
     name = "none"
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """Implements PagedBackend.attend_paged."""
+        """Implements PagedBackend.attend_paged without any attention."""
         return query.flatten(1)
 
 
@@ -78,7 +78,7 @@ class NullRunner(ModelRunnerBase):
         self.tokenwise_graph_batch_sizes = graph_batch_sizes(self.config.max_num_seqs)
 
     def load_model(self) -> None:
-        """Implements ModelRunnerBase.load_model."""
+        """Implements ModelRunnerBase.load_model in main memory."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         self.backend = NoAttention()
 
@@ -87,7 +87,7 @@ class NullRunner(ModelRunnerBase):
         raise NotImplementedError
 
     def capture_model(self) -> None:
-        """Implements ModelRunnerBase.capture_model."""
+        """Implements ModelRunnerBase.capture_model: a replay gives the result of the recording."""
 
         def record(function: Callable[[], Decoded]) -> Callable[[], Decoded]:
             decoded = function()
@@ -102,7 +102,7 @@ class HostStep:
 
     batch: int
     step_us: list[float]
-    # Of these, what each part takes.
+    # The mean of each part of a step.
     parts_us: dict[str, list[float]]
 
 
@@ -198,7 +198,7 @@ class HostBench:
         return self._times
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Ends the engine and waits for its thread."""
         self._core.put(Stop())
         self._core.join(_TIMEOUT_S)
 

@@ -34,7 +34,7 @@ def sample_rows(rows: Sequence[RequestRow], masks: Sequence[RowMasks]) -> list[S
     ]
 
 
-# Not frozen: each step makes one for each request, and a frozen one takes several times as long to make.
+# The class is not frozen: each step makes one object for each request, and a frozen one takes several times as long.
 @dataclass(slots=True)
 class _PendingTokens:
     """The sampled tokens of one request."""

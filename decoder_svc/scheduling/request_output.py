@@ -43,7 +43,7 @@ class TokenLogprobs:
     prompt: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-# Not frozen: each step makes one for each request, and a frozen one takes several times as long to make.
+# The class is not frozen: each step makes one object for each request, and a frozen one takes several times as long.
 @dataclass(slots=True)
 class RequestOutput:
     """A request's progress since its previous output. Several steps are merged into one output for a slow reader.

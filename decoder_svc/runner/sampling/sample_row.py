@@ -8,7 +8,7 @@ from decoder_svc.runner.sampling.sampling_state import IntArray, SamplingState, 
 from decoder_svc.scheduling.sampling_params import SamplingParams
 
 
-# Not frozen: each step makes one for each request, and a frozen one takes several times as long to make.
+# The class is not frozen: each step makes one object for each request, and a frozen one takes several times as long.
 @dataclass(slots=True)
 class SampleRow:
     """Sampling parameters and preceding tokens of one row of logits. Nobody changes one."""
