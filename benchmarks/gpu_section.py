@@ -99,12 +99,22 @@ def _service(rows: _Rows) -> list[str]:
             row["model"], str(row["callers"]), "known" if row["reuse"] else "new",
             f"{row['completion_tokens_per_s']:.0f}", f"{1000 * row['first_text_s']['p50']:.0f} ms",
             f"{1000 * row['first_text_s']['p99']:.0f} ms", str(row["num_failed"]),
+            ", ".join(f"{name} {used:.0f}" for name, used in row.get("processor_us", {}).items()),
         ]
         for row in rows
         if "callers" in row
     ]  # fmt: skip
     starts = ", ".join(f"{row['start_s']:.0f} s for {row['model']}" for row in rows if "start_s" in row)
-    head = ["model", "callers", "pictures", "tokens per second", "first text, median", "99 %", "failed"]
+    head = [
+        "model",
+        "callers",
+        "pictures",
+        "tokens per second",
+        "first text, median",
+        "99 %",
+        "failed",
+        "processor time per token, µs",
+    ]
     text = (
         "The whole system on one device, a picture of 448 × 448 in each request. "
         f"From the first process until it answers: {starts}."
