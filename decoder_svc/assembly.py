@@ -47,6 +47,7 @@ from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
+from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,15 @@ def _loaded(
             "cannot go back behind a rejected draft token: set it to 0"
         )
     limits = _limits(settings, device, runner, family)
-    runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks, limits.num_state_snapshots)
+    try:
+        runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks, limits.num_state_snapshots)
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        raise ConfigurationError(
+            f"there is no memory for a KV cache of {limits.num_kv_blocks} blocks of {limits.block_size} tokens; set "
+            "num_kv_blocks, kv_cache_memory_bytes or kv_cache_memory_share lower"
+        ) from error
     runner.capture_model()
     return runner, limits
 

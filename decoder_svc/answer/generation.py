@@ -46,11 +46,17 @@ class SubmittedRequest:
     """A request that has been submitted to the engine, and its answer as text."""
 
     def __init__(
-        self, stream: OutputStream, text: GeneratedText, arrival_s: float, abort: Callable[[FinishReason], None]
+        self,
+        stream: OutputStream,
+        text: GeneratedText,
+        arrival_s: float,
+        submitted_s: float,
+        abort: Callable[[FinishReason], None],
     ) -> None:
-        """`arrival_s` is when the call arrived, monotonic clock; preparation since then counts as time in the queue.
+        """The call arrived at `arrival_s` and was submitted at `submitted_s`, monotonic clock.
 
-        `abort` ends the request in the engine, if it has not ended there.
+        The engine counts from then on; the time before counts as time in the queue. `abort` ends the request in the
+        engine, if it has not ended there.
         """
         self.stream = stream
         self._abort = abort
@@ -60,7 +66,7 @@ class SubmittedRequest:
         self._early_end: RequestOutput | None = None
         self._text = text
         self._arrival_s = arrival_s
-        self._prepared_s = time.monotonic() - arrival_s
+        self._prepared_s = submitted_s - arrival_s
         # The usage of the engine's latest output.
         self._latest = RequestUsage()
         # Set with the last increment.
@@ -152,6 +158,7 @@ async def generating(
 
     Raises what `Engine.submit` raises.
     """
+    submitted_s = time.monotonic()
     stream = engine.submit(
         request_id,
         prepared.prompt,
@@ -162,7 +169,7 @@ async def generating(
         tenant=options.tenant,
     )
     text = GeneratedText(tokenizer, prepared.sampling, prepared.form)
-    submitted = SubmittedRequest(stream, text, options.arrival_s, partial(engine.abort, request_id))
+    submitted = SubmittedRequest(stream, text, options.arrival_s, submitted_s, partial(engine.abort, request_id))
     try:
         yield submitted
     finally:

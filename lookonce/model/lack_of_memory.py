@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,8 @@ _NO_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether the process or its device had no memory for the operation that raised `error`."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 

@@ -379,19 +379,18 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
 def run(main: Coroutine[Any, Any, None]) -> Never:
     """Runs a service's main coroutine and ends the process.
 
-    Exit status: 0 after a drain, 2 with the reason on stderr when the service must not start, 130 on Ctrl-C before it
-    serves, 1 with a traceback in the log on any other error. SIGTERM before it serves ends it at once, as a second
-    signal does.
+    Exit status: 0 after a drain, 2 with the reason on stderr when the service must not start, 1 with a traceback in the
+    log on any other error. SIGTERM or SIGINT before it serves ends it at once, as a second signal does.
     """
-    # A process that is still loading has no calls to lose, and ending it at once frees its memory early.
-    end_by(signal.SIGTERM)
+    # A process that is still loading has no calls to lose, and ending it at once frees its memory early. Without this,
+    # asyncio would answer SIGINT by cancelling `main`, which loads a model in one piece.
+    for number in _SIGNALS:
+        end_by(number)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         asyncio.run(main)
     except StartupError as error:
         exit_with(error)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     except Exception:
         _log.exception("the service failed")
         raise SystemExit(1) from None

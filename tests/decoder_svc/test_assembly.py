@@ -142,3 +142,10 @@ async def test_a_metric_names_the_attention_backend(tmp_path: pathlib.Path) -> N
     assert [(sample.labels, sample.value) for sample in metric.samples] == [({"backend": backend}, 1.0)]
     assert backend in {"native", "sdpa", "triton", "flash-attn"}
     assert weights == decoder.service.engine.facts.weight_bytes > 10_000
+
+
+async def test_a_kv_cache_that_no_memory_can_hold_is_refused(tmp_path: pathlib.Path) -> None:
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    with pytest.raises(ConfigurationError, match="no memory for a KV cache of 1000000000000 blocks"):
+        async with running_decoder(folder, num_kv_blocks=10**12):
+            pass

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from decoder_svc.answer import generation
 from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions, generating
 from decoder_svc.engine.engine import Engine
@@ -208,6 +211,25 @@ async def test_time_before_submission_counts_as_waiting(llava_text: LoadedText) 
         assert [increment async for increment in submitted.increments()]
         assert submitted.usage.queue_time_s >= 100.5
         assert submitted.usage.time_to_first_token_s >= 101
+
+
+async def test_time_after_submission_is_not_counted_twice(
+    llava_text: LoadedText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine works on the request already. On a busy machine this process may get its turn late."""
+    now_s = 1000.0
+
+    class LateEngine(ScriptedEngine):
+        def submit(self, *arguments: object, **options: object) -> OutputStream:
+            nonlocal now_s
+            now_s += 10
+            return super().submit(*arguments, **options)
+
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: now_s))
+    engine = LateEngine([output(queue_time_s=0.5, time_to_first_token_s=1.0)])
+    called = replace(options(), arrival_s=998.0)
+    async with generating(engine, REQUEST, prepared(llava_text), called, llava_text.tokenizer) as submitted:
+        assert (await submitted.admission()).queue_time_s == 2.5
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+
 import pytest
 import torch
 
@@ -19,6 +22,13 @@ def test_torch_says_lack_of_memory_as_it_is_recognised() -> None:
 def test_a_device_without_memory_is_recognised() -> None:
     with pytest.raises(MemoryError), memory_errors():
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_an_operating_system_without_memory_is_recognised() -> None:
+    with pytest.raises(OSError) as caught:
+        mmap.mmap(-1, 1 << 60)
+    assert is_lack_of_memory(caught.value)
+    assert not is_lack_of_memory(OSError(errno.ENOENT, "no such file"))
 
 
 def test_other_failures_stay_as_they_are() -> None:

@@ -7,6 +7,7 @@ import json
 import pathlib
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -281,6 +282,25 @@ async def test_a_watch_whose_client_takes_no_answer_does_not_hold_the_drain(proc
         process.popen.send_signal(signal.SIGTERM)
         assert await process.exit_status() == 0, process.log()
     assert "Traceback" not in process.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_that_is_still_loading_at_once(number: signal.Signals) -> None:
+    """A model is loaded in one piece, during which the event loop does nothing."""
+    program = """
+import time
+from lookonce.server import serving
+async def main():
+    print("loading", flush=True)
+    time.sleep(3600)
+serving.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as loading:
+        assert loading.stdout is not None
+        assert loading.stdout.readline() == b"loading\n"
+        loading.send_signal(number)
+        _, errors = loading.communicate(timeout=30)
+    assert (loading.returncode, errors) == (-number, b"")
 
 
 async def test_a_second_signal_ends_the_process_at_once(processes: Any) -> None:
