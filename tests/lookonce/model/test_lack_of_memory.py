@@ -25,7 +25,7 @@ def test_a_device_without_memory_is_recognised() -> None:
 
 
 def test_an_operating_system_without_memory_is_recognised() -> None:
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
         mmap.mmap(-1, 1 << 60)
     assert is_lack_of_memory(caught.value)
     assert not is_lack_of_memory(OSError(errno.ENOENT, "no such file"))
