@@ -122,7 +122,8 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
 
 def _described(weights: HalfWeights) -> str:
     dtype = str(weights.dtype).removeprefix("torch.")
-    return f"{_size(weights.num_bytes)} as {dtype} in {weights.num_tensors} tensors"
+    layers = "".join(f"; {number} linear layers as {form}" for form, number in weights.quantized.items())
+    return f"{_size(weights.num_bytes)} as {dtype} in {weights.num_tensors} tensors{layers}"
 
 
 def _rows(model: FamilyModel, width: int, height: int) -> str:

@@ -49,7 +49,7 @@ def install_kernels(
         num_replaced = replace_linears(getattr(model.model, name), make)
         logger.info("language model: transformers' modules, %d linear layers replaced by our kernel", num_replaced)
     head = model.lm_head
-    if type(head) in (torch.nn.Linear, QuantizedLinear) and packable(weight_of(head)):
+    if type(head) in (torch.nn.Linear, QuantizedLinear) and packable(head):
         # Logits stay in float32: rounding them could change which token is the largest.
         weights = packed(weight_of(head), head.bias)
         if type(head) is torch.nn.Linear:

@@ -22,7 +22,7 @@ from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_adapters import NativeAdapters
 from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
-from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, padded, weight_of
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, dtype_of, padded, weight_of
 
 # Outputs of the MLP's first layer are interleaved in groups of this size: gates, then the values that they gate.
 _LANES = 16
@@ -78,9 +78,7 @@ def unstackable_reason(text_model: Any) -> str | None:
         linears = [getattr(layer.self_attn, name) for name in _PROJECTIONS] + [
             getattr(layer.mlp, name) for name in _MLP
         ]
-        if not all(
-            type(linear) in (torch.nn.Linear, QuantizedLinear) and packable(weight_of(linear)) for linear in linears
-        ):
+        if not all(type(linear) in (torch.nn.Linear, QuantizedLinear) and packable(linear) for linear in linears):
             return "a layer has weights other than plain matrices"
     return None
 
@@ -102,7 +100,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.rotary_emb = text_model.rotary_emb
         self._backend = backend
         self._options = tuple(options)
-        self._dtype: torch.dtype = weight_of(text_model.layers[0].self_attn.q_proj).dtype
+        self._dtype = dtype_of(text_model.layers[0].self_attn.q_proj)
         self._layers = [_layer(layer) for layer in text_model.layers]
         self._last_norm = _norm(text_model.norm)
         self._num_heads = self._layers[0].attended.num_inputs // text_model.layers[0].self_attn.head_dim

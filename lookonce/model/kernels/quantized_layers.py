@@ -1,10 +1,11 @@
-"""Quantizes the linear layers of a language model that has been loaded with whole weights."""
+"""Quantizes the linear layers of a language model that has been loaded with whole weights, and the way back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lookonce.errors import ConfigurationError
 from lookonce.logs import get_logger
@@ -23,8 +24,10 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
     """Replaces linear layers in place by layers with weights of 4 or 8 bits, one by one.
 
     These are the layers of the text model, and the head of `model`, which always gets 8 bits. The embedding table and
-    norms stay. Raises ConfigurationError for a model with merged experts.
+    norms stay. Raises ConfigurationError for a model with merged experts, or one that is stored quantized.
     """
+    if has_quantized_linears(model):
+        raise ConfigurationError("quantize is not offered for a folder whose weights are quantized; leave it out")
     experts = [name for name, parameter in text_model.named_parameters() if "experts" in name and parameter.ndim > 2]
     if experts:
         raise ConfigurationError(f"quantize is not offered for models with experts ({experts[0]}); leave it out")
@@ -51,5 +54,33 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
     )  # fmt: skip
 
 
+def has_quantized_linears(model: torch.nn.Module) -> bool:
+    """Whether a linear layer's weight is codes."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def make_linears_whole(model: torch.nn.Module) -> None:
+    """Replaces layers with codes in place by plain ones, for devices on which no kernel reads codes."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, QuantizedLinear)
+    ]
+    with torch.inference_mode():
+        for parent, name, child in found:
+            setattr(parent, name, plain_linear(child.weight, child.bias))
+    if found:
+        _log.warning("quantized layers get whole weights: no kernel reads codes here", num_layers=len(found))
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
+    """Returns a linear layer with this weight `[outputs, inputs]`."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def _kernel_bytes(weight: QuantizedWeight) -> int:
-    return int(weight.codes.numel() * weight.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes)
+    return int(weight.codes.numel() * weight.form.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes)

@@ -1,8 +1,11 @@
-// Linear layers whose weights are integers of 4 or 8 bits with a scale and an offset for each group of inputs.
+// Linear layers whose weights are codes of 4 or 8 bits with a scale and an offset for each group of inputs.
 //
-// Layers of bfloat16 multiply integers: each row of inputs is rounded to 16 bits with a scale for each block of up to 128
+// Layers of bfloat16 with codes of floating point expand them to bfloat16, which is exact, and apply scales to the sums
+// of a block of up to 128 inputs. With integers they multiply integers: each row of inputs is rounded to 16 bits with a scale for each block of up to 128
 // inputs, products of a block are summed exactly in 32 bits, and scales are applied to the sums. The rounding is finer
-// than bfloat16's: 2^-16 of a block's largest input. Layers of float32 expand the weights to float32, so their results
+// than bfloat16's: 2^-16 of a block's largest input.
+//
+// Layers of float32 expand the weights to float32, so their results
 // are the bits of a layer that holds the expanded weights. A thread expands a part of a panel at a time, in its L1 cache.
 
 #pragma once
@@ -10,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 
 #include "layer.h"
 #include "phases.h"
@@ -129,19 +133,49 @@ inline void round_block(const typename Type::Left* from, int64_t count, int16_t*
   *sum = static_cast<float>(whole) * *scale;
 }
 
-// Expands the codes of inputs [first, stop) of a panel to integers of 16 bits.
-template <int kBits>
-inline void expand_integers(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
+// Returns the bits of bfloat16 for codes of floating point, which are 0 ... 255.
+inline IntegerPairs bfloat16_of_float8(IntegerPairs codes) {
+  const IntegerPairs size = codes & 0x7f;
+  const auto smaller = [](IntegerPairs one, IntegerPairs other) { return one < other ? one : other; };
+  // The exponent's bias is 7 in codes and 127 in bfloat16. Numbers without an implicit one are multiples m · 2^-9 with
+  // m < 8: the bits of 1, 2 ... 3 and 4 ... 7 are on lines that are below the others there.
+  IntegerPairs bits = smaller((size << 4) + 0x3c00, (size << 5) + 0x3b80);
+  bits = smaller(bits, (size << 6) + 0x3b00);
+  bits = smaller(bits, (size << 7) + 0x3a80);
+  bits &= size != 0;
+  return bits | (codes & 0x80) << 8;
+}
+
+// Returns the numbers of codes of floating point, which are 0 ... 255.
+inline FloatRegister numbers_of_float8(IntegerRegister codes) {
+  const IntegerRegister size = codes & 0x7f;
+  // Numbers without an implicit one get it, with the least exponent, 2^-6; it is subtracted.
+  const IntegerRegister is_subnormal = size < 8;
+  const IntegerRegister bits = (size << 20) + (120 << 23) + (is_subnormal & 1 << 23);
+  const FloatRegister value = as_floats(reinterpret_cast<WordRegister>(bits)) -
+                              as_floats(reinterpret_cast<WordRegister>(is_subnormal & 121 << 23));
+  return as_floats(reinterpret_cast<WordRegister>(value) | reinterpret_cast<WordRegister>((codes & 0x80) << 24));
+}
+
+// Expands the codes of inputs [first, stop) of a panel to elements of 16 bits: integers, or bfloat16.
+template <CodeForm kForm>
+inline void expand_pairs(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
+  constexpr int64_t kBits = kForm == CodeForm::kInt4 ? 4 : 8;
   constexpr int64_t kElements = 2 * kTileColumns, kBytes = kElements * kBits / 8, kStep = kRegisterBytes / 2;
   const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kBytes;
   int16_t* elements = reinterpret_cast<int16_t*>(to);
   for (int64_t input = first; input < stop; input += 2, codes += kBytes, elements += kElements) {
     __builtin_prefetch(codes + kAheadCodes, 0, 2);
     for (int64_t byte = 0; byte < kBytes; byte += kStep) {
-      if constexpr (kBits == 8) {
+      if constexpr (kForm == CodeForm::kInt8) {
         CodePairs bytes;
         std::memcpy(&bytes, codes + byte, sizeof bytes);
         const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
+        std::memcpy(elements + byte, &wide, sizeof wide);
+      } else if constexpr (kForm == CodeForm::kFloat8) {
+        UnsignedCodePairs bytes;
+        std::memcpy(&bytes, codes + byte, sizeof bytes);
+        const IntegerPairs wide = bfloat16_of_float8(__builtin_convertvector(bytes, IntegerPairs));
         std::memcpy(elements + byte, &wide, sizeof wide);
       } else {
         UnsignedCodePairs bytes;
@@ -151,6 +185,19 @@ inline void expand_integers(const Linear& layer, int64_t panel, int64_t first, i
         std::memcpy(elements + kElements / 2 + byte, &high, sizeof high);
       }
     }
+  }
+}
+
+// Calls expand(form) with the layer's form as a constant.
+template <typename Expand>
+inline void for_form(const Linear& layer, Expand expand) {
+  switch (layer.code_form) {
+    case CodeForm::kInt4:
+      return expand(std::integral_constant<CodeForm, CodeForm::kInt4>());
+    case CodeForm::kInt8:
+      return expand(std::integral_constant<CodeForm, CodeForm::kInt8>());
+    case CodeForm::kFloat8:
+      return expand(std::integral_constant<CodeForm, CodeForm::kFloat8>());
   }
 }
 
@@ -176,9 +223,26 @@ inline void add_block(const Linear& layer, int64_t panel, int64_t block, const I
   }
 }
 
+// Adds a block's sums [rows, 32] to the sums, scaled.
+inline void add_scaled(const Linear& layer, int64_t panel, int64_t block, int64_t num_rows, const float* parts,
+                       float* sums, bool adds) {
+  const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
+  const int64_t group = block * block_inputs(layer) / layer.group_inputs;
+  const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
+  for (int64_t v = 0; v < kTileColumns; v += kLanes) {
+    const Floats scale = load_floats(scales + v);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t place = row * kTileColumns + v;
+      const Floats total = adds ? load_floats(sums + place) : Floats(0.0f);
+      store_floats(sums + place, load_floats(parts + place) * scale + total);
+    }
+  }
+}
+
 // Expands the words of inputs [first, stop) of a panel. All of them belong to one group.
-template <typename Type, int kBits>
+template <typename Type, CodeForm kForm>
 inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int64_t stop, typename Type::Element* to) {
+  constexpr int64_t kBits = kForm == CodeForm::kInt4 ? 4 : 8;
   constexpr int64_t kElements = kTileColumns * Type::kPerWord, kVectors = kElements / kLanes;
   constexpr int64_t kBytes = kElements * kBits / 8;
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
@@ -202,10 +266,14 @@ inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int6
       const int64_t low = kBits == 8 ? v : v / 2, high = low + kVectors / 2;
       Floats lows, highs;
       for (int p = 0; p < kRegisters; ++p) {
-        if constexpr (kBits == 8) {
+        if constexpr (kForm == CodeForm::kInt8) {
           CodeRegister bytes;
           std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
           lows.part[p] = __builtin_convertvector(__builtin_convertvector(bytes, IntegerRegister), FloatRegister);
+        } else if constexpr (kForm == CodeForm::kFloat8) {
+          UnsignedCodeRegister bytes;
+          std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
+          lows.part[p] = numbers_of_float8(__builtin_convertvector(bytes, IntegerRegister));
         } else {
           UnsignedCodeRegister bytes;
           std::memcpy(&bytes, codes + low * kLanes + p * kRegisterLanes, sizeof bytes);
@@ -230,11 +298,7 @@ void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::
     for (int64_t start = first, stop; start < end; start = stop) {
       stop = std::min((start / layer.group_inputs + 1) * layer.group_inputs, end);
       auto* to = reinterpret_cast<typename Type::Element*>(words) + (start - first) * kTileColumns;
-      if (layer.code_bits == 8) {
-        expand_group<Type, 8>(layer, panel, start, stop, to);
-      } else {
-        expand_group<Type, 4>(layer, panel, start, stop, to);
-      }
+      for_form(layer, [&](auto form) { expand_group<Type, decltype(form)::value>(layer, panel, start, stop, to); });
     }
     const Segment all{{words, words + kLanes}, (end - first) / Type::kPerWord};
     for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
@@ -244,41 +308,51 @@ void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::
   }
 }
 
-// Computes the sums [num_rows, 32] of a panel from inputs as integers.
-inline void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
-                              int64_t num_rows, float* sums) {
-  alignas(64) float integers[kExpandedRows * kTileColumns];
+// Computes the sums [num_rows, 32] of a panel block by block, from inputs as integers or, with codes of floating point,
+// from inputs as they are.
+template <typename Type>
+void multiply_blocks(const Linear& layer, int64_t panel, const typename Type::Left* input,
+                     const IntegerInputs& inputs, int64_t first_row, int64_t num_rows, float* sums) {
+  alignas(64) float parts[kExpandedRows * kTileColumns];
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
   const int64_t size = block_inputs(layer);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
     const int64_t first = block * size, end = std::min(first + size, layer.num_inputs);
-    if (layer.code_bits == 8) {
-      expand_integers<8>(layer, panel, first, end, words);
-    } else {
-      expand_integers<4>(layer, panel, first, end, words);
-    }
+    for_form(layer, [&](auto form) { expand_pairs<decltype(form)::value>(layer, panel, first, end, words); });
     const Segment all{{words, words + kLanes}, (end - first) / 2};
     for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
-      const int16_t* left = inputs.integers.get() + (first_row + row) * layer.num_inputs + first;
-      const Operands<Int16> of{left, layer.num_inputs, &all, 1, kTileColumns};
-      multiply<Int16>(rows, kTileVectors, integers + row * kTileColumns, kTileColumns, of, false);
+      const int64_t at = (first_row + row) * layer.num_inputs + first;
+      float* to = parts + row * kTileColumns;
+      if (layer.code_form == CodeForm::kFloat8) {
+        const Operands<Type> of{input + at, layer.num_inputs, &all, 1, kTileColumns};
+        multiply<Type>(rows, kTileVectors, to, kTileColumns, of, false);
+      } else {
+        const Operands<Int16> of{inputs.integers.get() + at, layer.num_inputs, &all, 1, kTileColumns};
+        multiply<Int16>(rows, kTileVectors, to, kTileColumns, of, false);
+      }
     });
-    add_block(layer, panel, block, inputs, first_row, num_rows, integers, sums, block > 0);
+    if (layer.code_form == CodeForm::kFloat8) {
+      add_scaled(layer, panel, block, num_rows, parts, sums, block > 0);
+    } else {
+      add_block(layer, panel, block, inputs, first_row, num_rows, parts, sums, block > 0);
+    }
   }
 }
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
-// It is two phases with bfloat16, one with float32, which needs no `integers`.
+// It is two phases with bfloat16 and codes that are integers. Otherwise it is one, which needs no `integers`.
 template <typename Type, typename Finish>
 void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
                       IntegerInputs& integers, Finish finish) {
   if constexpr (Type::kIsRough) {
-    const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
-    worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
-      const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
-      round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
-                        integers.scales.get() + item, integers.sums.get() + item);
-    });
+    if (layer.code_form != CodeForm::kFloat8) {
+      const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
+      worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
+        const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
+        round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
+                          integers.scales.get() + item, integers.sums.get() + item);
+      });
+    }
   }
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_chunks = (num_rows + kExpandedRows - 1) / kExpandedRows;
@@ -288,7 +362,7 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
     const int64_t count = std::min(kExpandedRows, num_rows - chunk);
     alignas(64) float sums[kExpandedRows * kTileColumns];
     if constexpr (Type::kIsRough) {
-      multiply_integers(layer, panel, integers, chunk, count, sums);
+      multiply_blocks<Type>(layer, panel, input, integers, chunk, count, sums);
     } else {
       multiply_expanded<Type>(layer, panel, input + chunk * layer.num_inputs, count, sums);
     }
