@@ -339,21 +339,39 @@ void multiply_blocks(const Linear& layer, int64_t panel, const typename Type::Le
   }
 }
 
+// Rounds the inputs [num_rows, num_inputs] of a layer of bfloat16 whose codes are integers. A phase, except for layers
+// that take inputs as they are.
+template <typename Type>
+void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
+                  IntegerInputs& integers) {
+  if constexpr (Type::kIsRough) {
+    if (layer.code_form == CodeForm::kFloat8) return;
+    const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
+    worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
+      const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
+      round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
+                        integers.scales.get() + item, integers.sums.get() + item);
+    });
+  }
+}
+
+// Computes the sums [num_rows, 32] of a panel for up to kExpandedRows rows from `first_row`, without bias.
+template <typename Type>
+void quantized_sums(const Linear& layer, int64_t panel, const typename Type::Left* input,
+                    const IntegerInputs& integers, int64_t first_row, int64_t num_rows, float* sums) {
+  if constexpr (Type::kIsRough) {
+    multiply_blocks<Type>(layer, panel, input, integers, first_row, num_rows, sums);
+  } else {
+    multiply_expanded<Type>(layer, panel, input + first_row * layer.num_inputs, num_rows, sums);
+  }
+}
+
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
 // It is two phases with bfloat16 and codes that are integers. Otherwise it is one, which needs no `integers`.
 template <typename Type, typename Finish>
 void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
                       IntegerInputs& integers, Finish finish) {
-  if constexpr (Type::kIsRough) {
-    if (layer.code_form != CodeForm::kFloat8) {
-      const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
-      worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
-        const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
-        round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
-                          integers.scales.get() + item, integers.sums.get() + item);
-      });
-    }
-  }
+  round_inputs<Type>(worker, layer, input, num_rows, integers);
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_chunks = (num_rows + kExpandedRows - 1) / kExpandedRows;
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
@@ -361,11 +379,7 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
     const int64_t chunk = item / num_panels * kExpandedRows, panel = item % num_panels;
     const int64_t count = std::min(kExpandedRows, num_rows - chunk);
     alignas(64) float sums[kExpandedRows * kTileColumns];
-    if constexpr (Type::kIsRough) {
-      multiply_blocks<Type>(layer, panel, input, integers, chunk, count, sums);
-    } else {
-      multiply_expanded<Type>(layer, panel, input + chunk * layer.num_inputs, count, sums);
-    }
+    quantized_sums<Type>(layer, panel, input, integers, chunk, count, sums);
     for (int64_t row = 0; row < count; ++row) {
       float* of_row = sums + row * kTileColumns;
       if (layer.bias != nullptr) {
