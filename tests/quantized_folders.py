@@ -19,8 +19,9 @@ from torch import Tensor
 
 # Column of each four bits of an AWQ word, from the lowest.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_GATE_UP = ("gate_proj", "up_proj")
 _LINEAR = re.compile(r"\.layers\..*(proj|fc1|fc2)\.weight$")
-_NOT_TEXT = re.compile(r"vision|visual|\bvit\b|audio|perceiver")
+_NOT_TEXT = re.compile(r"vision|visual|\bvit\b|audio|perceiver|qwen2_model|projector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +201,46 @@ def store_quantized(
     """
     (file,) = folder.glob("*.safetensors")
     tensors, whole = load_file(file), {}
+    layers = _with_single_experts(tensors)
     names = [
         name.removesuffix(".weight")
-        for name, tensor in tensors.items()
+        for name, tensor in layers.items()
         if _LINEAR.search(name) and tensor.ndim == 2 and bool(_NOT_TEXT.search(name)) == vision
     ]
     for seed, name in enumerate(names):
-        weight = tensors.pop(f"{name}.weight")
+        weight = layers.pop(f"{name}.weight")
         parts, stored = form.store(weight.float(), seed)
-        tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        layers |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         whole[f"{name}.weight"] = stored.to(weight.dtype)
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(layers, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.entry}))
     if whole_folder is not None:
-        save_file(load_file(whole_folder / file.name) | whole, whole_folder / file.name, metadata={"format": "pt"})
+        save_file(_with_merged_experts(tensors | whole), whole_folder / file.name, metadata={"format": "pt"})
     return names
+
+
+def _with_single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Divides merged experts [experts, outputs, inputs] into layers, as tools that quantize do."""
+    found = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".experts.")
+        if tensor.ndim != 3 or part not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            layers = {"down_proj": expert} if part == "down_proj" else dict(zip(_GATE_UP, expert.chunk(2), strict=True))
+            found |= {f"{prefix}.experts.{number}.{layer}.weight": weight for layer, weight in layers.items()}
+    return found
+
+
+def _with_merged_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Writes the weights of single layers into merged experts, where there are both."""
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        prefix, _, part = name.rpartition(".")
+        layers = _GATE_UP if part == "gate_up_proj" else ("down_proj",)
+        experts = range(len(tensors[name]))
+        tensors[name] = torch.stack(
+            [torch.cat([tensors.pop(f"{prefix}.{number}.{layer}.weight") for layer in layers]) for number in experts]
+        )
+    return tensors

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.quantized_folder.replacement import QuantizedTensors, stored_formats, without_quantization
+from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
+from lookonce.model.quantized_folder.replacement import stored_expert_bytes, stored_formats, without_quantization
 from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
@@ -57,7 +58,7 @@ def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
             f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
         )
     parameters = list(model.parameters())
-    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    num_bytes = sum(parameter.nbytes for parameter in parameters) + stored_expert_bytes(model)
     return HalfWeights(model.dtype, len(parameters), num_bytes, stored_formats(model))
 
 

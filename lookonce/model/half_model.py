@@ -22,12 +22,8 @@ from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import read_json_object, weight_files
-from lookonce.model.quantized_folder.replacement import (
-    QuantizedTensors,
-    replace_by_stored,
-    restore_linears,
-    without_quantization,
-)
+from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
+from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
 from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
@@ -81,6 +77,8 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
     are `quantized` in the folder are StoredLinear.
     """
     ignored: set[str] = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
+    # The class lives as long as the model, and must not keep files mapped: the first instance takes the tensors.
+    stored = [] if quantized is None else [quantized]
 
     def __init__(self: Any, config: Any) -> None:
         base.__init__(self, config)
@@ -89,9 +87,9 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
             setattr(parent, name, torch.nn.Module())
         prefixes = {("model." if parent is self.model else "") + name for parent, name in dropped}
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
-        if quantized is not None:
-            replace_by_stored(self, quantized)
-            self._keys_to_ignore_on_load_unexpected |= {_CACHE_SCALES}
+        if stored:
+            experts = replace_by_stored(self, stored.pop())
+            self._keys_to_ignore_on_load_unexpected |= {_CACHE_SCALES, *(rf"^{re.escape(name)}\." for name in experts)}
 
     def get_init_context(_: Any, *arguments: Any, **keywords: Any) -> list[Any]:
         return without_meta_device(base.get_init_context(*arguments, **keywords))
@@ -177,5 +175,5 @@ def _load(
         raise ModelFolderError(
             f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
         )
-    restore_linears(model, keep_codes=keep_codes)
+    restore_layers(model, keep_codes=keep_codes)
     return model.eval().requires_grad_(False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lookonce.errors import ModelFolderError
@@ -22,6 +23,7 @@ class StoredTensor:
     # The format's name of the element type: "BF16", "F8_E4M3", "I32" and so on.
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
 
 
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -44,7 +46,7 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
         entries = {name: entry for name, entry in json.loads(content).items() if name != "__metadata__"}
         payload_bytes = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         tensors = {
-            name: StoredTensor(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
+            name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), _length(entry["data_offsets"]))
             for name, entry in entries.items()
         }
     except (ValueError, AttributeError, LookupError, TypeError):
@@ -52,3 +54,8 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     if num_bytes != _LENGTH_BYTES + header_bytes + payload_bytes:
         raise broken
     return tensors
+
+
+def _length(offsets: Sequence[int]) -> int:
+    first, stop = offsets
+    return int(stop) - int(first)

@@ -63,8 +63,8 @@ def install_kernels(
             replace_tied_embedding(model, weights)
         model.lm_head = NativeLinear(weights, backend.num_threads, torch.float32)
     table = model.get_input_embeddings().weight
-    # Matrices that were not copied, such as experts, stay in the mapped file: processes share its pages.
-    if all(tensor is table or tensor.ndim < 2 for tensor in model.parameters()):
+    # Experts that were not copied stay in the mapped file: processes share its pages.
+    if all(tensor is table or tensor.ndim < 3 for tensor in model.parameters()):
         detach_from_file(model)
     return stack is not None and isinstance(model.lm_head, NativeLinear)
 

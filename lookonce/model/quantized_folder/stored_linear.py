@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
+from lookonce.model.kernels.quantized_layers import plain_linear
+from lookonce.model.kernels.quantized_weight import QuantizedLinear
 from lookonce.model.quantized_folder.layout import read_layout
 from lookonce.model.quantized_folder.storage import Storage
 from lookonce.model.quantized_folder.stored_weight import StoredWeight
 from lookonce.model.safetensors_header import StoredTensor
-
-# The last part of a tensor's name, where a layer's weight is quantized.
-MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight")
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -47,12 +47,20 @@ class StoredLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
             dtype = self._dtype if part == "bias" else _DTYPES[tensor.dtype]
             self.register_parameter(part, torch.nn.Parameter(torch.empty(tensor.shape, dtype=dtype), False))
 
+    def descriptions(self) -> Counter[str]:
+        """Returns the layer's form, described for people, with the number 1."""
+        return Counter([self.layout.description])
+
     def stored_weight(self) -> StoredWeight:
         """Returns the weight. The tensors must have been loaded."""
         tensors = {part: parameter.detach() for part, parameter in self._parameters.items() if part != "bias"}
         return StoredWeight(self.layout, tensors, self._dtype)
 
-    def stored_bias(self) -> torch.Tensor | None:
-        """Returns a copy of the bias, in the model's type."""
+    def restored(self, *, keep_codes: bool) -> tuple[torch.nn.Module, bool]:
+        """Returns the layer that takes this one's place, and whether its weight stays codes, in the mapped files."""
         bias = self._parameters.get("bias")
-        return None if bias is None else bias.detach().clone()
+        own_bias = None if bias is None else bias.detach().clone()
+        weight = self.stored_weight()
+        if keep_codes and weight.has_readable_groups():
+            return QuantizedLinear(weight, own_bias), True
+        return plain_linear(weight.whole(), own_bias), False

@@ -22,7 +22,7 @@ def written(path: pathlib.Path, header: object, payload: bytes = b"") -> pathlib
 def test_types_and_shapes_are_those_that_were_saved(tmp_path: pathlib.Path) -> None:
     tensors = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros((), dtype=torch.int32)}
     save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
-    assert read_header(tmp_path / "file") == {"a": StoredTensor("BF16", (2, 3)), "b": StoredTensor("I32", ())}
+    assert read_header(tmp_path / "file") == {"a": StoredTensor("BF16", (2, 3), 12), "b": StoredTensor("I32", (), 4)}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,7 @@ def test_types_and_shapes_are_those_that_were_saved(tmp_path: pathlib.Path) -> N
         {"a": {"dtype": "F32", "shape": [1]}},
         {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 4]}},
     ],
     ids=str,
 )

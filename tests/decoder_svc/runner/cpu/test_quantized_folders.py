@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 from dataclasses import replace
 
 import pytest
 import torch
 
+from decoder_svc.runner.cpu.native_experts import NativeExperts
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from lookonce.errors import ConfigurationError
 from lookonce.model.kernels.native_linear import NativeLinear
@@ -34,13 +36,17 @@ def built(family: str, form: str, tmp_path: pathlib.Path) -> tuple[pathlib.Path,
 @pytest.mark.parametrize(
     ("family", "form"),
     [("qwen2_5_vl", form) for form in FORMS]
-    + [("llava_clip", "awq"), ("llava_clip", "compressed-int8"), ("gemma3", "gptq-4"), ("qwen3_5", "fp8-block")],
+    + [("llava_clip", "awq"), ("llava_clip", "compressed-int8"), ("gemma3", "gptq-4"), ("qwen3_5", "fp8-block")]
+    + [("qwen3_vl_moe", "awq"), ("qwen3_5_moe", "fp8-block"), ("glm4v_moe", "compressed-int4-zeros")]
+    + [("deepseek_ocr2", "compressed-int8"), ("qwen3_vl_moe", "gptq-act-order")],
 )
 def test_answers_are_those_of_the_weights_that_codes_stand_for(family: str, form: str, tmp_path: pathlib.Path) -> None:
     stored, whole = built(family, form, tmp_path)
     expected = families.build(FAMILIES[family], whole, 6).offline
     runner = load(stored, torch.float32)
-    assert isinstance(text_model(runner), NativeStack) == (family not in ("gemma3", "qwen3_5"))
+    assert isinstance(text_model(runner), NativeStack) == (family in ("qwen2_5_vl", "llava_clip"))
+    has_experts = any(isinstance(module, NativeExperts) for module in runner.model.modules())
+    assert has_experts == ("moe" in family or family == "deepseek_ocr2")
     found, _, _ = offline.run(replace(expected, runner=runner), max_num_batched_tokens=300)
     assert found == [question.expected for question in expected.questions]
     assert not any(isinstance(module, QuantizedLinear) for module in runner.model.modules())
@@ -70,3 +76,14 @@ def test_without_our_kernels_weights_are_whole(tmp_path: pathlib.Path) -> None:
     layers = [module for module in runner.model.modules() if "Linear" in type(module).__name__]
     assert layers
     assert not any(isinstance(layer, QuantizedLinear | NativeLinear) for layer in layers)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "qwen3_vl_moe"])
+def test_no_file_stays_mapped(family: str, tmp_path: pathlib.Path) -> None:
+    if not (maps := pathlib.Path("/proc/self/maps")).exists():
+        pytest.skip("only Linux lists mapped files there")
+    stored, _ = built(family, "awq", tmp_path)
+    runner = load(stored, torch.bfloat16)
+    gc.collect()
+    assert str(stored) not in maps.read_text()
+    assert runner.model is not None

@@ -40,7 +40,9 @@ def stored(
     """Returns the weight of a layer that the loader has filled with these tensors."""
     storage = Storage.of({"quantization_config": dict(entry)})
     assert storage is not None
-    headers = {name: StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    headers = {
+        name: StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()
+    }
     linear = torch.nn.Linear(num_inputs, num_outputs, dtype=dtype)
     layer = StoredLinear("model.layers.0.mlp.up_proj", linear, headers, storage)
     for name, tensor in tensors.items():
