@@ -82,14 +82,13 @@ def experts_of(module: Any) -> ExpertWeights | None:
     """
     if isinstance(module, QuantizedExperts):
         return module.weights
-    parts = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(part, Tensor) and part.ndim == 3 for part in parts):
+    gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.ndim == down.ndim == 3):
         return None
     if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return None
     if type(getattr(module, "act_fn", None)).__name__ not in _SILU:
         return None
-    gate_up, down = parts
     if getattr(module, "is_transposed", False):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     num_experts, hidden_size, mlp_size = down.shape
