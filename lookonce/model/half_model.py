@@ -88,8 +88,8 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
         prefixes = {("model." if parent is self.model else "") + name for parent, name in dropped}
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
         if stored:
-            experts = replace_by_stored(self, stored.pop())
-            self._keys_to_ignore_on_load_unexpected |= {_CACHE_SCALES, *(rf"^{re.escape(name)}\." for name in experts)}
+            left_out = replace_by_stored(self, stored.pop())
+            self._keys_to_ignore_on_load_unexpected |= {_CACHE_SCALES, *left_out}
 
     def get_init_context(_: Any, *arguments: Any, **keywords: Any) -> list[Any]:
         return without_meta_device(base.get_init_context(*arguments, **keywords))

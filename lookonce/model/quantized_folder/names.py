@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,7 @@ def names_in(model: Any, layers: Iterable[str]) -> Names:
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     own = model.state_dict()
 
+    @functools.cache
     def renamed(key: str) -> tuple[str, bool]:
         name, merged = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
         return name, merged is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -29,9 +30,9 @@ def without_quantization(config: Any) -> Any:
 def replace_by_stored(model: Any, tensors: QuantizedTensors) -> list[str]:
     """Replaces layers of a model that is not loaded yet by layers with the folder's tensors.
 
-    Layers that the model lacks, such as those of its other half, are left out. Returns the names of modules with
-    experts, whose tensors the loader must leave out, too. Raises ModelFolderError for a layer that is neither a linear
-    layer nor one of an expert, or whose tensors do not fit it.
+    Layers that the model lacks, such as those of its other half, are left out. Returns patterns of the names of tensors
+    that the loader must leave out: those of experts. Raises ModelFolderError for a layer that is neither a linear layer
+    nor one of an expert, or whose tensors do not fit it.
     """
     names = names_in(model, tensors.layers)
     for layer, name in names.linears.items():
@@ -43,7 +44,9 @@ def replace_by_stored(model: Any, tensors: QuantizedTensors) -> list[str]:
         _set_module(model, name, StoredLinear(layer, linear, tensors.layers[layer], tensors.storage))
     for name, layers in names.experts.items():
         _set_module(model, name, StoredExperts(name, model.get_submodule(name), layers, tensors))
-    return list(names.experts)
+    # One pattern, because the loader compares each tensor with each pattern.
+    experts = "|".join(re.escape(name) for name in names.experts)
+    return [rf"^(?:{experts})\."] if experts else []
 
 
 def restore_layers(model: torch.nn.Module, *, keep_codes: bool) -> None:

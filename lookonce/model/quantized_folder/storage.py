@@ -8,6 +8,7 @@ Sources: compressed-tensors 0.20 (formats pack-quantized, int-quantized, float-q
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ _COMPRESSED_FORMATS = frozenset(
 )
 _GROUP_KEYS = ("group_size", "q_group_size")
 _BLOCK_KEYS = ("weight_block_size", "block_structure")
+_BLOCK = re.compile(r"\d+x\d+")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _REMEDY = "use the unquantized model, whose weights a decoder on CPUs rounds while loading with --quantize"
 
@@ -73,18 +75,12 @@ class Storage:
             _check_one_of(entry, "version", ("gemm",), "gemm")
         elif method is Method.FP8:
             _check_one_of(entry, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-        shapes = [part[key] for part in _weight_entries(entry) for key in _BLOCK_KEYS if part.get(key) is not None]
-        sizes = [part[key] for part in _weight_entries(entry) for key in _GROUP_KEYS if part.get(key) is not None]
+        entries = [entry, *_compressed_weights(entry)] if method is Method.COMPRESSED_TENSORS else [entry]
+        shapes = [_block(part[key]) for part in entries for key in _BLOCK_KEYS if part.get(key) is not None]
+        sizes = [part[key] for part in entries for key in _GROUP_KEYS if part.get(key) is not None]
         if not all(_is_size(size) or size == -1 for size in sizes):
             raise ModelFolderError(f"config.json: {_ENTRY} has a group size of {sizes}, which are not positive numbers")
-        if not all(isinstance(shape, list) and len(shape) == 2 and all(map(_is_size, shape)) for shape in shapes):
-            raise ModelFolderError(f"config.json: {_ENTRY} has blocks of {shapes}, which are not two positive numbers")
-        return cls(
-            method,
-            zero_shift,
-            tuple(size for size in sizes if size != -1),
-            tuple((rows, columns) for rows, columns in shapes),
-        )
+        return cls(method, zero_shift, tuple(size for size in sizes if size != -1), tuple(shapes))
 
 
 def quantization_entry(config: Mapping[str, Any]) -> object:
@@ -95,10 +91,18 @@ def quantization_entry(config: Mapping[str, Any]) -> object:
     return nested if entry is None else entry
 
 
-def _weight_entries(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the objects that may describe groups and blocks: the entry, and those of compressed-tensors' groups."""
+def _compressed_weights(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the descriptions of weights of all groups of layers."""
     groups = entry.get("config_groups") or {}
-    return [entry, *(group["weights"] for group in groups.values() if isinstance(group.get("weights"), Mapping))]
+    return [group["weights"] for group in groups.values() if isinstance(group.get("weights"), Mapping)]
+
+
+def _block(shape: object) -> tuple[int, int]:
+    """Returns a block's shape, which older releases of compressed-tensors write as text such as `128x128`."""
+    sizes = [int(size) for size in shape.split("x")] if isinstance(shape, str) and _BLOCK.fullmatch(shape) else shape
+    if not (isinstance(sizes, list) and len(sizes) == 2 and all(map(_is_size, sizes))):
+        raise ModelFolderError(f"config.json: {_ENTRY} has blocks of {shape!r}, which are not two positive numbers")
+    return sizes[0], sizes[1]
 
 
 def _is_size(value: object) -> bool:

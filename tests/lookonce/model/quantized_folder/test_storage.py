@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ def test_group_sizes_and_blocks_are_those_of_all_layers() -> None:
     }
     found = storage({**COMPRESSED, "config_groups": groups})
     assert found == Storage(Method.COMPRESSED_TENSORS, group_sizes=(128,), block_shapes=((128, 64),))
+    blocks = {"group_0": {"weights": {"block_structure": "128x64"}}}
+    assert storage({**COMPRESSED, "config_groups": blocks}) == replace(found, group_sizes=())
     assert storage({"quant_method": "fp8", "weight_block_size": [128, 128]}) == Storage(
         Method.FP8, block_shapes=((128, 128),)
     )
@@ -77,6 +80,7 @@ def test_other_forms_are_refused_by_name_with_the_way_out(entry: dict[str, Any],
         {"quant_method": "awq", "group_size": True},
         {"quant_method": "fp8", "weight_block_size": 128},
         {"quant_method": "fp8", "weight_block_size": [128, 0]},
+        {"quant_method": "fp8", "weight_block_size": "128x0"},
         {**COMPRESSED, "config_groups": [1]},
         {**COMPRESSED, "config_groups": {"group_0": 1}},
         "awq",
@@ -90,6 +94,10 @@ def test_an_entry_of_another_shape_is_refused(entry: Any) -> None:
 
 def test_formats_may_be_written_in_capitals() -> None:
     assert storage({"quant_method": "awq", "version": "GEMM"}) == Storage(Method.AWQ)
+
+
+def test_groups_of_layers_are_read_from_compressed_tensors_alone() -> None:
+    assert storage({"quant_method": "awq", "config_groups": [1]}) == Storage(Method.AWQ)
 
 
 def test_dense_weights_without_sparsity_are_served() -> None:
