@@ -11,9 +11,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "layer.h"
 #include "phases.h"
@@ -135,15 +137,27 @@ inline void round_block(const typename Type::Left* from, int64_t count, int16_t*
 
 // Returns the bits of bfloat16 for codes of floating point, which are 0 ... 255.
 inline IntegerPairs bfloat16_of_float8(IntegerPairs codes) {
+  // The exponent's bias is 7 in codes and 127 in bfloat16. Codes 1 ... 7 have no implicit one: they are m * 2^-9.
+#if defined(__AVX512BW__)
+  alignas(64) static const uint16_t kSubnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i all = reinterpret_cast<__m512i>(codes);
+  const __m512i normal = _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(all, 4), _mm512_set1_epi16(0x7f0)),
+                                          _mm512_set1_epi16(0x3c00));
+  const __mmask32 is_subnormal = _mm512_testn_epi16_mask(all, _mm512_set1_epi16(0x78));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, is_subnormal, all, _mm512_load_si512(kSubnormal));
+  // size | (codes << 8 & 0x8000)
+  return reinterpret_cast<IntegerPairs>(
+      _mm512_ternarylogic_epi32(size, _mm512_slli_epi16(all, 8), _mm512_set1_epi16(-0x8000), 0xf8));
+#else
   const IntegerPairs size = codes & 0x7f;
   const auto smaller = [](IntegerPairs one, IntegerPairs other) { return one < other ? one : other; };
-  // The exponent's bias is 7 in codes and 127 in bfloat16. Numbers without an implicit one are multiples m · 2^-9 with
-  // m < 8: the bits of 1, 2 ... 3 and 4 ... 7 are on lines that are below the others there.
+  // The bits of 1, 2 ... 3, 4 ... 7 and of all others are on lines, each of which is below the others there.
   IntegerPairs bits = smaller((size << 4) + 0x3c00, (size << 5) + 0x3b80);
   bits = smaller(bits, (size << 6) + 0x3b00);
   bits = smaller(bits, (size << 7) + 0x3a80);
   bits &= size != 0;
   return bits | (codes & 0x80) << 8;
+#endif
 }
 
 // Returns the numbers of codes of floating point, which are 0 ... 255.
@@ -157,35 +171,109 @@ inline FloatRegister numbers_of_float8(IntegerRegister codes) {
   return as_floats(reinterpret_cast<WordRegister>(value) | reinterpret_cast<WordRegister>((codes & 0x80) << 24));
 }
 
-// Expands the codes of inputs [first, stop) of a panel to elements of 16 bits: integers, or bfloat16.
+// Registers of words of two elements of 16 bits: a pair of inputs of 32 outputs.
+constexpr int kPairRegisters = kTileColumns / kRegisterLanes;
+
+// Bytes of the codes of a pair of inputs of 32 outputs.
 template <CodeForm kForm>
-inline void expand_pairs(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
-  constexpr int64_t kBits = kForm == CodeForm::kInt4 ? 4 : 8;
-  constexpr int64_t kElements = 2 * kTileColumns, kBytes = kElements * kBits / 8, kStep = kRegisterBytes / 2;
-  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kBytes;
-  int16_t* elements = reinterpret_cast<int16_t*>(to);
-  for (int64_t input = first; input < stop; input += 2, codes += kBytes, elements += kElements) {
-    __builtin_prefetch(codes + kAheadCodes, 0, 2);
-    for (int64_t byte = 0; byte < kBytes; byte += kStep) {
-      if constexpr (kForm == CodeForm::kInt8) {
-        CodePairs bytes;
-        std::memcpy(&bytes, codes + byte, sizeof bytes);
-        const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
-        std::memcpy(elements + byte, &wide, sizeof wide);
-      } else if constexpr (kForm == CodeForm::kFloat8) {
-        UnsignedCodePairs bytes;
-        std::memcpy(&bytes, codes + byte, sizeof bytes);
-        const IntegerPairs wide = bfloat16_of_float8(__builtin_convertvector(bytes, IntegerPairs));
-        std::memcpy(elements + byte, &wide, sizeof wide);
+constexpr int64_t kPairBytes = 2 * kTileColumns * (kForm == CodeForm::kInt4 ? 4 : 8) / 8;
+
+// Expands the codes of a pair of inputs to elements of 16 bits: integers, or bfloat16.
+template <CodeForm kForm>
+inline void expand_pair(const uint8_t* codes, WordRegister (&words)[kPairRegisters]) {
+  constexpr int64_t kStep = kRegisterBytes / 2;
+  for (int i = 0; i < kPairBytes<kForm> / kStep; ++i) {
+    if constexpr (kForm == CodeForm::kInt8) {
+      CodePairs bytes;
+      std::memcpy(&bytes, codes + i * kStep, sizeof bytes);
+      words[i] = reinterpret_cast<WordRegister>(__builtin_convertvector(bytes, IntegerPairs));
+    } else {
+      UnsignedCodePairs bytes;
+      std::memcpy(&bytes, codes + i * kStep, sizeof bytes);
+      const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
+      if constexpr (kForm == CodeForm::kFloat8) {
+        words[i] = reinterpret_cast<WordRegister>(bfloat16_of_float8(wide));
       } else {
-        UnsignedCodePairs bytes;
-        std::memcpy(&bytes, codes + byte, sizeof bytes);
-        const IntegerPairs both = __builtin_convertvector(bytes, IntegerPairs), low = both & 15, high = both >> 4;
-        std::memcpy(elements + byte, &low, sizeof low);
-        std::memcpy(elements + kElements / 2 + byte, &high, sizeof high);
+        words[i] = reinterpret_cast<WordRegister>(wide & 15);
+        words[i + kPairRegisters / 2] = reinterpret_cast<WordRegister>(wide >> 4);
       }
     }
   }
+}
+
+// Expands the codes of inputs [first, stop) of a panel to words in memory.
+template <CodeForm kForm>
+inline void expand_pairs(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kPairBytes<kForm>;
+  for (int64_t input = first; input < stop; input += 2, codes += kPairBytes<kForm>, to += kTileColumns) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    WordRegister words[kPairRegisters];
+    expand_pair<kForm>(codes, words);
+    std::memcpy(to, words, sizeof words);
+  }
+}
+
+// Rows for which codes are expanded in registers only. More rows share codes that are expanded to memory once.
+constexpr int64_t kRegisterRows = kMaxSums / kPairRegisters;
+
+// Computes the sums [kRows, 32] of inputs [first, stop) of a panel. `left` has the rows' elements from `first` on.
+template <typename Type, CodeForm kForm, int kRows>
+inline void multiply_codes(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
+                           const typename Type::Left* left, int64_t left_stride, float* sums) {
+  // Integers have the same sum in any order, so with few rows two sums take turns and need not wait for each other. Sums
+  // of floating point keep the order that they have with more rows.
+  constexpr int kTurns = std::is_same_v<Type, Int16> && kRows * kPairRegisters < 8 ? 2 : 1;
+  FloatRegister total[kTurns][kRows][kPairRegisters] = {};
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kPairBytes<kForm>;
+  const int64_t stride = left_stride * sizeof(*left) / sizeof(uint32_t);
+  // One pointer for three rows, because one per row would need more registers than there are.
+  const uint32_t* rows[(kRows + 2) / 3];
+  for (int i = 0; i < (kRows + 2) / 3; ++i) rows[i] = reinterpret_cast<const uint32_t*>(left) + 3 * i * stride;
+  const auto add_pair = [&](int turn) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    WordRegister words[kPairRegisters];
+    expand_pair<kForm>(codes, words);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const uint32_t* row = rows[r / 3] + r % 3 * stride;
+      const WordRegister first_word = row[0] - WordRegister{};
+      for (int p = 0; p < kPairRegisters; ++p) {
+        total[turn][r][p] = Type::add_product(total[turn][r][p], first_word, Type::template right<0>(words[p]));
+      }
+      if constexpr (Type::kNumProducts == 2) {
+        const WordRegister second_word = row[1] - WordRegister{};
+        for (int p = 0; p < kPairRegisters; ++p) {
+          total[turn][r][p] = Type::add_product(total[turn][r][p], second_word, Type::template right<1>(words[p]));
+        }
+      }
+    }
+    codes += kPairBytes<kForm>;
+    for (const uint32_t*& row : rows) row += Type::kNumProducts;
+  };
+  const int64_t num_pairs = (stop - first) / 2;
+  for (int64_t pair = 0; pair + kTurns <= num_pairs; pair += kTurns) {
+    add_pair(0);
+    if constexpr (kTurns == 2) add_pair(1);
+  }
+  if (num_pairs % kTurns != 0) add_pair(0);
+  for (int r = 0; r < kRows; ++r) {
+    for (int p = 0; p < kPairRegisters; ++p) {
+      FloatRegister sum = total[0][r][p];
+      if constexpr (kTurns == 2) {
+        sum = reinterpret_cast<FloatRegister>(reinterpret_cast<IntegerRegister>(sum) +
+                                              reinterpret_cast<IntegerRegister>(total[1][r][p]));
+      }
+      std::memcpy(sums + r * kTileColumns + p * kRegisterLanes, &sum, sizeof sum);
+    }
+  }
+}
+
+template <typename Type>
+using MultiplyCodes = void (*)(const Linear&, int64_t, int64_t, int64_t, const typename Type::Left*, int64_t, float*);
+
+template <typename Type, CodeForm kForm, int... kRows>
+constexpr std::array<MultiplyCodes<Type>, sizeof...(kRows)> multiplies_of_codes(std::integer_sequence<int, kRows...>) {
+  return {&multiply_codes<Type, kForm, kRows + 1>...};
 }
 
 // Calls expand(form) with the layer's form as a constant.
@@ -308,6 +396,23 @@ void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::
   }
 }
 
+// Computes the sums [num_rows, 32] of inputs [first, stop) of a panel, not scaled. `left` has the rows' elements from
+// `first` on. `words` is a buffer.
+template <typename Type, CodeForm kForm>
+inline void block_sums(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
+                       const typename Type::Left* left, int64_t num_rows, uint32_t* words, float* sums) {
+  if (num_rows <= kRegisterRows) {
+    static constexpr auto kMultiplies = multiplies_of_codes<Type, kForm>(std::make_integer_sequence<int, kRegisterRows>());
+    return kMultiplies[num_rows - 1](layer, panel, first, stop, left, layer.num_inputs, sums);
+  }
+  expand_pairs<kForm>(layer, panel, first, stop, words);
+  const Segment all{{words, words + kLanes}, (stop - first) / 2};
+  for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+    const Operands<Type> of{left + row * layer.num_inputs, layer.num_inputs, &all, 1, kTileColumns};
+    multiply<Type>(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, false);
+  });
+}
+
 // Computes the sums [num_rows, 32] of a panel block by block, from inputs as integers or, with codes of floating point,
 // from inputs as they are.
 template <typename Type>
@@ -317,25 +422,22 @@ void multiply_blocks(const Linear& layer, int64_t panel, const typename Type::Le
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
   const int64_t size = block_inputs(layer);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
-    const int64_t first = block * size, end = std::min(first + size, layer.num_inputs);
-    for_form(layer, [&](auto form) { expand_pairs<decltype(form)::value>(layer, panel, first, end, words); });
-    const Segment all{{words, words + kLanes}, (end - first) / 2};
-    for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
-      const int64_t at = (first_row + row) * layer.num_inputs + first;
-      float* to = parts + row * kTileColumns;
-      if (layer.code_form == CodeForm::kFloat8) {
-        const Operands<Type> of{input + at, layer.num_inputs, &all, 1, kTileColumns};
-        multiply<Type>(rows, kTileVectors, to, kTileColumns, of, false);
-      } else {
-        const Operands<Int16> of{inputs.integers.get() + at, layer.num_inputs, &all, 1, kTileColumns};
-        multiply<Int16>(rows, kTileVectors, to, kTileColumns, of, false);
-      }
-    });
-    if (layer.code_form == CodeForm::kFloat8) {
-      add_scaled(layer, panel, block, num_rows, parts, sums, block > 0);
-    } else {
-      add_block(layer, panel, block, inputs, first_row, num_rows, parts, sums, block > 0);
+    const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
+    const int64_t at = first_row * layer.num_inputs + first;
+    const int16_t* integers = inputs.integers.get() + at;
+    switch (layer.code_form) {
+      case CodeForm::kInt4:
+        block_sums<Int16, CodeForm::kInt4>(layer, panel, first, stop, integers, num_rows, words, parts);
+        break;
+      case CodeForm::kInt8:
+        block_sums<Int16, CodeForm::kInt8>(layer, panel, first, stop, integers, num_rows, words, parts);
+        break;
+      case CodeForm::kFloat8:
+        block_sums<Type, CodeForm::kFloat8>(layer, panel, first, stop, input + at, num_rows, words, parts);
+        add_scaled(layer, panel, block, num_rows, parts, sums, block > 0);
+        continue;
     }
+    add_block(layer, panel, block, inputs, first_row, num_rows, parts, sums, block > 0);
   }
 }
 
