@@ -5,8 +5,8 @@
 // inputs, products of a block are summed exactly in 32 bits, and scales are applied to the sums. The rounding is finer
 // than bfloat16's: 2^-16 of a block's largest input.
 //
-// Layers of float32 expand the weights to float32, so their results
-// are the bits of a layer that holds the expanded weights. A thread expands a part of a panel at a time, in its L1 cache.
+// Layers of float32 expand the weights to float32, so their results are the bits of a layer that holds the expanded
+// weights. A thread expands a part of a panel at a time, in its L1 cache, or in registers if there are few rows.
 
 #pragma once
 
