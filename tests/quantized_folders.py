@@ -20,7 +20,7 @@ from torch import Tensor
 # Column of each four bits of an AWQ word, from the lowest.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _GATE_UP = ("gate_proj", "up_proj")
-_LINEAR = re.compile(r"\.layers\..*(proj|fc1|fc2)\.weight$")
+_LINEAR = re.compile(r"\.layers\..*(proj|fc1|fc2)\.weight$|\blm_head\.weight$")
 _NOT_TEXT = re.compile(r"vision|visual|\bvit\b|audio|perceiver|qwen2_model|projector")
 
 
@@ -140,7 +140,7 @@ def _packed(bits: int, size: int, *, is_symmetric: bool) -> StoredForm:
 
 def _int8() -> StoredForm:
     def store(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        scales = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
+        scales = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-6).bfloat16()
         codes = (weight / scales.float()).round().clamp(-128, 127)
         tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
         return tensors, (codes.double() * scales.double()).float()
@@ -195,7 +195,7 @@ FORMS: dict[str, StoredForm] = {
 def store_quantized(
     folder: pathlib.Path, form: StoredForm, whole_folder: pathlib.Path | None = None, *, vision: bool = False
 ) -> list[str]:
-    """Stores the linear layers of the language model, or of the vision tower, in a format; returns their names.
+    """Stores the linear layers of the language model and its head, or of the vision tower; returns their names.
 
     The weights that they stand for are written to `whole_folder`, which holds the same model.
     """
@@ -205,7 +205,7 @@ def store_quantized(
     names = [
         name.removesuffix(".weight")
         for name, tensor in layers.items()
-        if _LINEAR.search(name) and tensor.ndim == 2 and bool(_NOT_TEXT.search(name)) == vision
+        if _LINEAR.search(name) and tensor.ndim == 2 and len(tensor) % 8 == 0 and bool(_NOT_TEXT.search(name)) == vision
     ]
     for seed, name in enumerate(names):
         weight = layers.pop(f"{name}.weight")

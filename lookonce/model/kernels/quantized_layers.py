@@ -73,7 +73,7 @@ def has_quantized_layers(model: torch.nn.Module) -> bool:
     return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in model.modules())
 
 
-def make_layers_whole(model: torch.nn.Module) -> None:
+def make_layers_whole(model: Any) -> None:
     """Replaces layers with codes in place by plain ones, for devices on which no kernel reads codes."""
     found = [
         (parent, name, child)
@@ -88,7 +88,12 @@ def make_layers_whole(model: torch.nn.Module) -> None:
             is_linear = isinstance(child, QuantizedLinear)
             setattr(parent, name, plain_linear(child.weight, child.bias) if is_linear else child.plain())
     if num_layers:
-        _log.warning("quantized layers get whole weights: no kernel reads codes here", num_layers=num_layers)
+        dtype = str(model.dtype).removeprefix("torch.")
+        remedy = "give --dtype bfloat16 to encoder and decoder" if model.dtype is torch.float16 else None
+        _log.warning(
+            "quantized layers get whole weights, because no kernel reads their codes",
+            num_layers=num_layers, dtype=dtype, remedy=remedy,
+        )  # fmt: skip
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:

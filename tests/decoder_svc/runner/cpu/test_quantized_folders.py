@@ -70,9 +70,10 @@ def test_a_folder_with_codes_is_not_rounded_again(tmp_path: pathlib.Path) -> Non
         type(runner)(replace(runner.config, quantize_bits=8), runner.family)
 
 
-def test_without_our_kernels_weights_are_whole(tmp_path: pathlib.Path) -> None:
+def test_without_our_kernels_weights_are_whole(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     stored, _ = built("llava_clip", "awq", tmp_path)
     runner = load(stored, torch.float16)
+    assert "give --dtype bfloat16" in capfd.readouterr().err
     layers = [module for module in runner.model.modules() if "Linear" in type(module).__name__]
     assert layers
     assert not any(isinstance(layer, QuantizedLinear | NativeLinear) for layer in layers)
