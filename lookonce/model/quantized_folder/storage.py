@@ -72,7 +72,8 @@ class Storage:
         elif method is Method.GPTQ:
             zero_shift = _gptq_zero_shift(entry)
         elif method is Method.AWQ:
-            _check_one_of(entry, "version", ("gemm",), "gemm")
+            for name in ("version", "format", "checkpoint_format"):
+                _check_one_of(entry, name, ("gemm",), "gemm")
         elif method is Method.FP8:
             _check_one_of(entry, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         entries = [entry, *_compressed_weights(entry)] if method is Method.COMPRESSED_TENSORS else [entry]
