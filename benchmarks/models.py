@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import random
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import safetensors.torch
 import tokenizers
 import torch
+import torch.nn.functional as F
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -26,6 +28,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 _FOLDER = pathlib.Path(__file__).parents[1] / "build/benchmark-models/2"
 _SEED = 20261121
 _TOKENIZER_SIZE = 1024
+_LANGUAGE_LAYER = re.compile(r"language_model.*\.layers\..*_proj\.weight$")
+# Outputs and inputs that share a scale where weights are stored as float8.
+_BLOCK = 128
 
 _LLAVA_SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
 _LLAVA_TEMPLATE = (
@@ -57,6 +62,11 @@ def small_llava(dtype: torch.dtype = torch.bfloat16) -> pathlib.Path:
     return _built(f"small-llava-{name}", functools.partial(_build_small_llava, dtype))
 
 
+def stored_as_float8(folder: pathlib.Path) -> pathlib.Path:
+    """Returns a copy of a model whose language model is stored as float8, with scales of 128 × 128 weights."""
+    return _built(f"{folder.name}-float8", functools.partial(_store_as_float8, folder))
+
+
 def large_image_qwen2_vl(max_rows: int = 8687) -> pathlib.Path:
     """Builds a Qwen2-VL for images of up to `max_rows` rows of 2 KiB, with two narrow layers for speed."""
     return _built(f"large-image-qwen2-vl-{max_rows}", functools.partial(_build_large_image_qwen2_vl, max_rows))
@@ -73,6 +83,25 @@ def kv_token_bytes(folder: pathlib.Path) -> int:
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(text.num_hidden_layers * 2 * text.num_key_value_heads * head_dim * config.dtype.itemsize)
+
+
+def _store_as_float8(source: pathlib.Path, folder: pathlib.Path) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    (file,) = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    for name in [name for name in tensors if _LANGUAGE_LAYER.search(name)]:
+        weight = tensors.pop(name).float()
+        rows, columns = (-(-size // _BLOCK) for size in weight.shape)
+        wide = F.pad(weight, (0, columns * _BLOCK - weight.shape[1], 0, rows * _BLOCK - weight.shape[0]))
+        blocks = wide.unflatten(0, (rows, _BLOCK)).unflatten(2, (columns, _BLOCK))
+        scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        codes = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+        tensors[name] = codes[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scales
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_BLOCK, _BLOCK]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _built(name: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:

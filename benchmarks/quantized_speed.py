@@ -1,6 +1,7 @@
 """How fast are decode steps with weights of 8 and 4 bits? `--help` lists the options.
 
-The runner alone decodes the same batches with whole and with rounded weights, in turns.
+The runner alone decodes the same batches with whole weights, with rounded ones and with those of a folder of float8, in
+turns.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ def main(given: Sequence[str] | None = None) -> None:
 def _cells(dtype: str, arguments: argparse.Namespace) -> list[Cell]:
     folder = models.demo_model() if arguments.quick else models.small_llava(_DTYPES[dtype])
     num_tokens = _CONTEXT + arguments.steps + 2
+    most = max(arguments.batches)
     forms = {
         _WHOLE if bits is None else f"int{bits}": RunnerSteps(
-            folder, _DTYPES[dtype], max(arguments.batches), num_tokens, quantize_bits=bits
+            folder, _DTYPES[dtype], most, num_tokens, quantize_bits=bits
         )
         for bits in _BITS
     }
+    forms["float8"] = RunnerSteps(models.stored_as_float8(folder), _DTYPES[dtype], most, num_tokens)
     weight_bytes = {form: bench.ours.weight_bytes for form, bench in forms.items()}
     cells = []
     for batch in arguments.batches:
@@ -94,10 +97,12 @@ def section(cells: Sequence[Cell]) -> str:
     ]
     head = ["dtype", "batch", "weights", "memory", "step", "whole ÷ step", "least … most"]
     return (
-        f"## {_NAME}\n\nHow fast are decode steps with weights of 8 and 4 bits (`--quantize`)? Goals in bfloat16: 1.7 "
-        f"(int8) and 2.5 (int4) with one request, 1.0 with 32.\n\n{report.table(head, rows)}\n\n"
+        f"## {_NAME}\n\nHow fast are decode steps with weights of 8 and 4 bits: `--quantize`, and a folder of float8 "
+        "with scales of 128 × 128 weights? Goals in bfloat16: 1.7 (int8) and 2.5 (int4) with one request, 1.0 with "
+        f"32.\n\n{report.table(head, rows)}\n\n"
         f"Context {_CONTEXT}; {len(cells[0].steps_s[_WHOLE])} interleaved rounds, medians. The memory includes the "
-        "embedding table, which stays whole. The output head gets 8 bits in either case."
+        "embedding table, which stays whole. The output head gets 8 bits with `--quantize`, and "
+        "is whole with float8."
     )
 
 

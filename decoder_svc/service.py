@@ -31,7 +31,7 @@ from decoder_svc.prompt.sampling_check import SamplingLimits
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.prompt.video_frames import VideoSplitter
 from decoder_svc.request_gate import RequestGate
-from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
+from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials, watched_token
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.encoder_info import ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
@@ -53,11 +53,9 @@ from lookonce.model.generation_defaults import GenerationDefaults, load_defaults
 from lookonce.model.kernels.kernel_report import report_kernels
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
-from lookonce.server.admission.authentication import parse_token
 from lookonce.server.admission.image_shares import ImageShares
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.service_entry import ServiceEntry
-from lookonce.server.watched_files import WatchedFiles
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
 from lookonce.store.metrics import StoreCollector
@@ -364,13 +362,12 @@ def _open_encoder(
     if settings.encoder_target is None:
         return None
     credentials = watched_credentials(settings.encoder_tls_ca, settings.encoder_tls_cert, settings.encoder_tls_key)
-    token_file = settings.encoder_token_file
     channel = ChannelSettings(
         settings.max_message_bytes,
         settings.keepalive_time_s,
         settings.keepalive_timeout_s,
         credentials,
-        None if token_file is None else WatchedFiles("encoder_token_file", (token_file,), parse_token),
+        watched_token(settings.encoder_token_file),
     )
     expected = ExpectedRows(
         text.folder.model_type, text.hidden_size, text.family.num_levels, tenant_tag=tenants.default.tag

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from lookonce.sdk.connection.channel_credentials import channel_credentials
+from lookonce.server.admission.authentication import parse_token
 from lookonce.server.encoder_health import ENCODER_SERVICE
 from lookonce.server.watched_files import Current, WatchedFiles
 
@@ -53,6 +54,14 @@ def watched_credentials(
     # In the order of gRPC's arguments.
     paths = tuple(path for path in (authorities, key, certificate) if path is not None)
     return WatchedFiles("encoder_tls_ca, encoder_tls_cert, encoder_tls_key", paths, grpc.ssl_channel_credentials)
+
+
+def watched_token(path: pathlib.Path | None) -> WatchedFiles[str] | None:
+    """Returns a bearer token that follows changes of its file; None without a file.
+
+    Raises ConfigurationError for a file that cannot be read or holds no token.
+    """
+    return None if path is None else WatchedFiles("encoder_token_file", (path,), parse_token)
 
 
 class EncoderChannel:

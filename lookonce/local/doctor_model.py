@@ -116,13 +116,25 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
     token_bytes = 2 * num_layers * text.num_key_value_heads * head_dim * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
     many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
-    others = f", and the states of {num_recurrent} recurrent layers" if num_recurrent else ""
+    others = ""
+    if num_recurrent:
+        state_bytes = num_recurrent * _state_bytes(text, weights.dtype.itemsize)
+        others = f", and {_size(state_bytes)} per request and per snapshot of {num_recurrent} recurrent layers"
     return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}{others}")]
+
+
+def _state_bytes(text: Any, element_bytes: int) -> int:
+    """Returns the bytes of a recurrent layer's state: a float32 matrix per head, and the convolution's last inputs."""
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    window_bytes = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * element_bytes
+    return int(values * text.linear_key_head_dim * 4 + window_bytes)
 
 
 def _described(weights: HalfWeights) -> str:
     dtype = str(weights.dtype).removeprefix("torch.")
-    return f"{_size(weights.num_bytes)} as {dtype} in {weights.num_tensors} tensors"
+    layers = "".join(f"; {number} linear layers as {form}" for form, number in weights.quantized.items())
+    return f"{_size(weights.num_bytes)} as {dtype} in {weights.num_tensors} tensors{layers}"
 
 
 def _rows(model: FamilyModel, width: int, height: int) -> str:

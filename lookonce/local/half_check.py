@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
+from lookonce.model.quantized_folder.replacement import stored_expert_bytes, stored_formats, without_quantization
 from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
@@ -32,6 +34,8 @@ class HalfWeights:
     # Number of tensors; tied weights count once.
     num_tensors: int
     num_bytes: int
+    # Form -> number of linear layers that are stored as codes.
+    quantized: Mapping[str, int]
 
 
 def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
@@ -54,8 +58,8 @@ def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
             f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
         )
     parameters = list(model.parameters())
-    num_bytes = sum(parameter.nbytes for parameter in parameters)
-    return HalfWeights(model.dtype, len(parameters), num_bytes)
+    num_bytes = sum(parameter.nbytes for parameter in parameters) + stored_expert_bytes(model)
+    return HalfWeights(model.dtype, len(parameters), num_bytes, stored_formats(model))
 
 
 def _loaded(folder: ModelFolder, half: Half) -> Any:
@@ -83,9 +87,10 @@ def _empty_half(folder: ModelFolder, config: Any, half: Half, tensors: Mapping[s
     if base is None:
         raise ModelFolderError(f"architecture {folder.architecture} is not known to transformers; upgrade transformers")
     dtype = config.dtype or next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
+    quantized = QuantizedTensors.of(folder.config, folder.weight_files)
     try:
         with _META:
-            return half_class(base, half)._from_config(config, dtype=dtype)
+            return half_class(base, half, quantized)._from_config(without_quantization(config), dtype=dtype)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelFolderError(
             f"the {half.value} half cannot be built from config.json: "

@@ -7,9 +7,12 @@ torch, so only the services import this module.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import logging
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +20,18 @@ import transformers
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
+from lookonce.model.lack_of_memory import is_lack_of_memory
+from lookonce.model.model_folder import read_json_object, weight_files
+from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
+from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
 from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 # Encoders of inputs that are not served.
 _UNSERVED_CHILDREN = ("audio_tower",)
+# Scales of keys and values, which stay in the model's type.
+_CACHE_SCALES = r"\.[kv]_scale$"
 
 
 class Half(enum.Enum):
@@ -41,12 +50,14 @@ def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
     return _load(folder, Half.VISION, dtype, {"vision_config": None})
 
 
-def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str) -> Any:
+def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str, *, keep_codes: bool = False) -> Any:
     """Loads the model with language model and head only; `attention` is a name registered with transformers.
 
-    `dtype` None means the checkpoint's. Raises ModelFolderError if a wanted tensor is missing or has another shape.
+    `dtype` None means the checkpoint's. With `keep_codes`, linear layers that are stored quantized become
+    QuantizedLinear; otherwise they get whole weights. Raises ModelFolderError if a wanted tensor is missing or has
+    another shape.
     """
-    return _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"})
+    return _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"}, keep_codes)
 
 
 def detach_from_file(model: Any) -> None:
@@ -59,12 +70,15 @@ def detach_from_file(model: Any) -> None:
         tensor.data = tensor.data.clone()
 
 
-def half_class(base: Any, half: Half) -> Any:
+def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None) -> Any:
     """Returns a subclass of an architecture's `…ForConditionalGeneration` that holds one half.
 
-    It keeps the base class's name, because transformers renames legacy keys by class name and model type.
+    It keeps the base class's name, because transformers renames legacy keys by class name and model type. Layers that
+    are `quantized` in the folder are StoredLinear.
     """
     ignored: set[str] = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
+    # The class lives as long as the model, and must not keep files mapped: the first instance takes the tensors.
+    stored = [] if quantized is None else [quantized]
 
     def __init__(self: Any, config: Any) -> None:
         base.__init__(self, config)
@@ -73,6 +87,9 @@ def half_class(base: Any, half: Half) -> Any:
             setattr(parent, name, torch.nn.Module())
         prefixes = {("model." if parent is self.model else "") + name for parent, name in dropped}
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
+        if stored:
+            left_out = replace_by_stored(self, stored.pop())
+            self._keys_to_ignore_on_load_unexpected |= {_CACHE_SCALES, *left_out}
 
     def get_init_context(_: Any, *arguments: Any, **keywords: Any) -> list[Any]:
         return without_meta_device(base.get_init_context(*arguments, **keywords))
@@ -103,28 +120,60 @@ def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
     return [(model.model, name) for name, _ in model.model.named_children() if name != text]
 
 
-def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention: dict[str, str | None]) -> Any:
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+@contextlib.contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keeps transformers from logging a table of problems, which are raised as one error here."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _load(
+    folder: pathlib.Path,
+    half: Half,
+    dtype: torch.dtype | None,
+    attention: dict[str, str | None],
+    keep_codes: bool = False,
+) -> Any:
+    config = without_quantization(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    quantized = QuantizedTensors.of(read_json_object(folder / "config.json"), weight_files(folder))
     base = getattr(transformers, config.architectures[0], None)
     if base is None:
         raise ModelFolderError(f"transformers does not know the architecture {config.architectures[0]}")
     try:
-        model, report = call_rust(
-            half_class(base, half).from_pretrained,
-            folder,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            # Mismatches are reported with their names below.
-            ignore_mismatched_sizes=True,
-        )
+        with _without_load_report():
+            model, report = call_rust(
+                half_class(base, half, quantized).from_pretrained,
+                folder,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                # Mismatches are reported with their names below.
+                ignore_mismatched_sizes=True,
+            )
+    except ModelFolderError:
+        raise
     except RustPanicError as error:
         raise ModelFolderError(f"the weights of {folder.name} cannot be read; download them again") from error
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        if is_lack_of_memory(error):
+            raise
+        raise ModelFolderError(
+            f"the {half.value} half cannot be built from config.json: {type(error).__name__} {error}; use the "
+            "config.json that belongs to the weights"
+        ) from error
     problems = {name: sorted(str(key) for key in report[f"{name}_keys"]) for name in _PROBLEMS}
     wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
     if wrong:
-        raise ModelFolderError(f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}")
+        raise ModelFolderError(
+            f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
+        )
+    restore_layers(model, keep_codes=keep_codes)
     return model.eval().requires_grad_(False)

@@ -14,6 +14,8 @@ from typing import Any
 
 from lookonce.errors import ModelFolderError
 from lookonce.families.registry import FAMILIES
+from lookonce.model.quantized_folder.storage import Storage
+from lookonce.model.safetensors_header import read_header
 
 _CONFIG_FILE = "config.json"
 _ADAPTER_FILE = "adapter_config.json"
@@ -22,9 +24,6 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
-# A safetensors file starts with the length of its JSON header; the format limits the header to 100 MB.
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,8 @@ class ModelFolder:
     weight_files: tuple[pathlib.Path, ...]
     # Width of the language model; None if config.json leaves it to the architecture's default.
     text_hidden_size: int | None
+    # The form of quantized weights; None: weights are whole.
+    storage: Storage | None = None
 
     @classmethod
     def open(cls, path: pathlib.Path) -> ModelFolder:
@@ -53,18 +54,15 @@ class ModelFolder:
         config = read_json_object(path / _CONFIG_FILE)
         model_type, architecture = _checked_architecture(path, config)
         _refuse_own_code(path)
-        if "quantization_config" in config:
-            raise ModelFolderError(
-                f"{path} holds quantized weights, which are not supported; use the unquantized model, whose weights a "
-                "decoder on CPUs rounds while loading with --quantize"
-            )
+        storage = _storage(path, config)
         return cls(
             path=path,
             config=config,
             model_type=model_type,
             architecture=architecture,
-            weight_files=_complete_weight_files(path),
+            weight_files=weight_files(path),
             text_hidden_size=_text_hidden_size(path, config),
+            storage=storage,
         )
 
 
@@ -129,6 +127,13 @@ def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tupl
     return model_type, wanted
 
 
+def _storage(path: pathlib.Path, config: Mapping[str, Any]) -> Storage | None:
+    try:
+        return Storage.of(config)
+    except ModelFolderError as error:
+        raise ModelFolderError(f"{path}/{error}") from None
+
+
 def _refuse_own_code(path: pathlib.Path) -> None:
     for name in _CONFIG_FILES:
         if (path / name).exists() and "auto_map" in read_json_object(path / name):
@@ -138,7 +143,8 @@ def _refuse_own_code(path: pathlib.Path) -> None:
             )
 
 
-def _complete_weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
+def weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    """Returns the folder's safetensors files, sorted by name. Raises ModelFolderError if one is missing or broken."""
     if (path / _INDEX_FILE).exists():
         files = _shards(path)
     elif (path / _SINGLE_FILE).exists():
@@ -156,10 +162,7 @@ def _complete_weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
             f"{path} holds no weights ({_SINGLE_FILE} or {_INDEX_FILE} is missing); download the whole model into it"
         )
     for file in files:
-        try:
-            _check_safetensors(file)
-        except OSError as error:
-            raise ModelFolderError(f"{file} cannot be read: {error.strerror}; download it again") from None
+        read_header(file)
     return files
 
 
@@ -176,23 +179,6 @@ def _shards(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
         if not (path / name).is_file():
             raise ModelFolderError(f"{path / name} is missing, although the index names it; the download is incomplete")
     return tuple(path / name for name in names)
-
-
-def _check_safetensors(file: pathlib.Path) -> None:
-    """Compares the file's length with its header, which catches partial downloads and Git LFS pointers."""
-    broken = ModelFolderError(f"{file} is not a complete safetensors file; download it again")
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        if header_bytes > min(_MAX_HEADER_BYTES, file.stat().st_size):
-            raise broken
-        try:
-            header = json.loads(stream.read(header_bytes))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            payload_bytes = max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
-        except (ValueError, AttributeError, LookupError, TypeError):
-            raise broken from None
-    if file.stat().st_size != _LENGTH_BYTES + header_bytes + payload_bytes:
-        raise broken
 
 
 def _text_hidden_size(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:

@@ -13,6 +13,8 @@ _ORDINARY_TEXT = "What is in the picture? 0123456789"
 # Files of which one holds a tokenizer's vocabulary: the fast format, or one that transformers converts to it.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
+_TEMPLATE_FILE = "chat_template.jinja"
+
 _log = get_logger(__name__)
 
 
@@ -33,6 +35,7 @@ def load_pretrained(folder: pathlib.Path) -> Any:
     except Exception as error:
         # Libraries raise exceptions of many kinds, some of them plain `Exception`, for damaged files.
         _check_config(folder)
+        _check_template(folder)
         raise ModelFolderError(
             f"the tokenizer of {folder.name} cannot be loaded ({type(error).__name__}); download tokenizer.json and "
             "tokenizer_config.json again"
@@ -55,6 +58,18 @@ def _check_config(folder: pathlib.Path) -> None:
         raise ModelFolderError(
             f"transformers refuses config.json of {folder.name} ({type(error).__name__}): two of its values contradict "
             "each other, such as layer_types and num_hidden_layers, or it is damaged; download config.json again"
+        ) from error
+
+
+def _check_template(folder: pathlib.Path) -> None:
+    """Raises ModelFolderError if the chat template is no text; transformers reads it with the tokenizer."""
+    try:
+        if (folder / _TEMPLATE_FILE).is_file():
+            (folder / _TEMPLATE_FILE).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ModelFolderError(
+            f"{_TEMPLATE_FILE} of {folder.name} cannot be read: {reason}; download it again"
         ) from error
 
 

@@ -222,5 +222,13 @@ def test_tenant_fairness(quick: Any) -> None:
 def test_quantized_speed(quick: Any) -> None:
     (cell,) = quick("quantized_speed")["cells"]
     assert cell["batch"] == 3
-    assert set(cell["steps_s"]) == {"whole", "int8", "int4"}
+    assert set(cell["steps_s"]) == {"whole", "int8", "int4", "float8"}
     assert cell["weight_bytes"]["int4"] < cell["weight_bytes"]["int8"] < cell["weight_bytes"]["whole"]
+    assert cell["weight_bytes"]["float8"] < cell["weight_bytes"]["whole"]
+
+
+def test_expert_speed(quick: Any) -> None:
+    (cell,) = quick("expert_speed")["cells"]
+    assert cell["num_tokens"] == 3
+    assert set(cell["layer_s"]) == {"transformers", "ours", "ours, int8", "ours, int4"}
+    assert all(seconds > 0 for layer_s in cell["layer_s"].values() for seconds in layer_s)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from lookonce.model.kernels.quantized_weight import quantized
 
+# Vision towers, and layers that choose experts.
+_KEPT = re.compile(r"vision|visual|\bgate\.weight|router")
+
 
 def round_weights(folder: pathlib.Path, bits: int) -> None:
-    """Rounds the text model's linear layers to `bits`, and the head to 8."""
+    """Rounds the text model's linear layers and experts to `bits`, and the head to 8."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith("lm_head.weight"):
             tensors[name] = quantized(tensor, 8).dequantized()
-        elif ".layers." in name and "vision" not in name and "visual" not in name and tensor.ndim == 2:
+        elif ".layers." in name and not _KEPT.search(name) and tensor.ndim == 2:
             tensors[name] = quantized(tensor, bits).dequantized()
+        elif ".experts." in name and tensor.ndim == 3:
+            # Aria stores inputs first.
+            is_turned = ".fc" in name
+            experts = [quantized(one.T if is_turned else one, bits).dequantized() for one in tensor]
+            tensors[name] = torch.stack([one.T if is_turned else one for one in experts])
     save_file(tensors, file, metadata={"format": "pt"})

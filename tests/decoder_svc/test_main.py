@@ -110,3 +110,28 @@ async def test_settings_that_cannot_be_served_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         await serve(["--model", str(model_folder("llava_clip")), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "reason"),
+    [
+        ("encoder-token-file", None, "encoder_token_file: .*given"),
+        ("encoder-token-file", b"\n", "encoder_token_file: .*given"),
+        ("encoder-tls-ca", None, "given"),
+        ("encoder-tls-ca", b"no certificate", "given is no PEM file"),
+    ],
+)
+async def test_files_for_calls_to_encoders_are_read_before_the_model_is_loaded(
+    model_folder: Callable[[str], pathlib.Path],
+    setting: str,
+    content: bytes | None,
+    reason: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decoder_svc.__main__.import_lean_transformers", pytest.fail)
+    if content is not None:
+        (tmp_path / "given").write_bytes(content)
+    arguments = ["--model", str(model_folder("llava_clip")), "--encoder-target", "127.0.0.1:1"]
+    with pytest.raises(ConfigurationError, match=reason):
+        await serve([*arguments, f"--{setting}", str(tmp_path / "given")])

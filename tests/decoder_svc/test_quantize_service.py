@@ -1,4 +1,4 @@
-"""Decoders that round weights give the answers of a model folder with the rounded weights."""
+"""Decoders with quantized weights give the answers of a model folder with the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests import tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
 from tests.decoder_svc.rounded_weights import round_weights
 from tests.lora_folders import lora_folder
+from tests.quantized_folders import FORMS, store_quantized
 
 TEXTS = ["what is there", "a small cat near a red boat and why do you see it " * 3]
 
@@ -64,3 +65,27 @@ async def test_adapters_are_added_to_the_rounded_weights(folders: dict[str, path
         assert await answers(decoder, adapter="one") == expected
         assert await answers(decoder) == base
     assert expected != base
+
+
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        ("awq", {}),
+        ("gptq-act-order", {"max_num_batched_tokens": 24, "max_num_seqs": 4}),
+        ("compressed-int8", {"speculative_tokens": 4, "speculative_ngram_min": 1}),
+        ("fp8-block", {"engine": "process"}),
+    ],
+    ids=str,
+)
+async def test_stored_codes_and_adapters_on_them_are_served(
+    folders: dict[str, pathlib.Path], form: str, settings: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    stored, whole = (tiny_models.build_llava_clip(tmp_path / name) for name in ("stored", "whole"))
+    store_quantized(stored, FORMS[form], whole)
+    adapters = f"one={folders['adapter']}"
+    found = []
+    for folder in (whole, stored):
+        async with running_decoder(folder, adapters=adapters, **settings) as decoder:
+            found.append((await answers(decoder), await answers(decoder, adapter="one")))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

@@ -11,6 +11,7 @@ import torch
 from decoder_svc.runner.adapters.adapter_table import AdapterTable
 from decoder_svc.runner.attention import KVCacheSpec
 from decoder_svc.runner.cpu.attention import NativeBackend
+from decoder_svc.runner.cpu.native_experts import replace_experts
 from decoder_svc.runner.cpu.native_stack import NativeStack, unstackable_reason
 from decoder_svc.runner.cpu.stack_check import (
     TOLERANCES,
@@ -46,18 +47,24 @@ def install_kernels(
         setattr(model.model, name, stack)
     else:
         make = functools.partial(native_linear, num_threads=backend.num_threads)
-        num_replaced = replace_linears(getattr(model.model, name), make)
-        logger.info("language model: transformers' modules, %d linear layers replaced by our kernel", num_replaced)
+        text_model = getattr(model.model, name)
+        num_mixtures = replace_experts(text_model, backend)
+        num_linears = replace_linears(text_model, make)
+        logger.info(
+            "language model: transformers' modules, %d linear layers and %d mixtures of experts by our kernels",
+            num_linears,
+            num_mixtures,
+        )
     head = model.lm_head
-    if type(head) in (torch.nn.Linear, QuantizedLinear) and packable(weight_of(head)):
+    if type(head) in (torch.nn.Linear, QuantizedLinear) and packable(head):
         # Logits stay in float32: rounding them could change which token is the largest.
         weights = packed(weight_of(head), head.bias)
         if type(head) is torch.nn.Linear:
             replace_tied_embedding(model, weights)
         model.lm_head = NativeLinear(weights, backend.num_threads, torch.float32)
     table = model.get_input_embeddings().weight
-    # Matrices that were not copied, such as experts, stay in the mapped file: processes share its pages.
-    if all(tensor is table or tensor.ndim < 2 for tensor in model.parameters()):
+    # Experts that were not copied stay in the mapped file: processes share its pages.
+    if all(tensor is table or tensor.ndim < 3 for tensor in model.parameters()):
         detach_from_file(model)
     return stack is not None and isinstance(model.lm_head, NativeLinear)
 

@@ -22,10 +22,10 @@ from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_adapters import NativeAdapters
 from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
-from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, padded, weight_of
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, dtype_of, padded, weight_of
 
 # Outputs of the MLP's first layer are interleaved in groups of this size: gates, then the values that they gate.
-_LANES = 16
+LANES = 16
 # Classes of transformers whose layers consist of RMS norm, attention, RMS norm and gated MLP only.
 _MODELS = {
     "LlamaModel",
@@ -72,15 +72,13 @@ def unstackable_reason(text_model: Any) -> str | None:
         return f"layers of {type(text_model).__name__} are not supported"
     if config.hidden_act not in ("silu", "swish"):
         return f"the activation is {config.hidden_act}, not silu"
-    if config.hidden_size % _LANES:
-        return f"the hidden size is {config.hidden_size}, not a multiple of {_LANES}"
+    if config.hidden_size % LANES:
+        return f"the hidden size is {config.hidden_size}, not a multiple of {LANES}"
     for layer in text_model.layers:
         linears = [getattr(layer.self_attn, name) for name in _PROJECTIONS] + [
             getattr(layer.mlp, name) for name in _MLP
         ]
-        if not all(
-            type(linear) in (torch.nn.Linear, QuantizedLinear) and packable(weight_of(linear)) for linear in linears
-        ):
+        if not all(type(linear) in (torch.nn.Linear, QuantizedLinear) and packable(linear) for linear in linears):
             return "a layer has weights other than plain matrices"
     return None
 
@@ -102,7 +100,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.rotary_emb = text_model.rotary_emb
         self._backend = backend
         self._options = tuple(options)
-        self._dtype: torch.dtype = weight_of(text_model.layers[0].self_attn.q_proj).dtype
+        self._dtype = dtype_of(text_model.layers[0].self_attn.q_proj)
         self._layers = [_layer(layer) for layer in text_model.layers]
         self._last_norm = _norm(text_model.norm)
         self._num_heads = self._layers[0].attended.num_inputs // text_model.layers[0].self_attn.head_dim
@@ -212,13 +210,13 @@ def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     # Pad to whole vectors with zero weights, which change no result.
-    missing = -mlp.gate_proj.out_features % _LANES
-    gate_up = _interleaved([padded(weight_of(linear), missing) for linear in (mlp.gate_proj, mlp.up_proj)])
+    missing = -mlp.gate_proj.out_features % LANES
+    gate_up = interleaved([padded(weight_of(linear), missing) for linear in (mlp.gate_proj, mlp.up_proj)])
     biases = [linear.bias for linear in (mlp.gate_proj, mlp.up_proj)]
     gate_up_bias = None
     if biases[0] is not None:
         wide_biases = torch.cat([F.pad(bias, (0, missing)) for bias in biases])
-        gate_up_bias = wide_biases[_interleaved_rows(len(wide_biases))]
+        gate_up_bias = wide_biases[interleaved_rows(len(wide_biases))]
     return _Layer(
         input_norm=_norm(layer.input_layernorm),
         attended_norm=_norm(layer.post_attention_layernorm),
@@ -243,15 +241,15 @@ def _norm(module: Any) -> Tensor:
     return module.weight.to(torch.float32, copy=True).contiguous()
 
 
-def _interleaved(parts: Sequence[Weight]) -> Weight:
+def interleaved(parts: Sequence[Weight]) -> Weight:
     """Interleaves the rows of two matrices in groups of 16."""
     whole = concatenated(parts)
-    return whole[_interleaved_rows(whole.shape[0])]
+    return whole[interleaved_rows(whole.shape[0])]
 
 
-def _interleaved_rows(num_rows: int) -> Tensor:
+def interleaved_rows(num_rows: int) -> Tensor:
     """Returns the order of rows that takes 16 of the first half, then 16 of the second half, and so on."""
-    return torch.arange(num_rows).unflatten(0, (2, -1, _LANES)).transpose(0, 1).flatten()
+    return torch.arange(num_rows).unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten()
 
 
 def _merged(linears: Sequence[Any]) -> PackedWeights:

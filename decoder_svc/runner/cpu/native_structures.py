@@ -1,4 +1,4 @@
-"""Declares the C++ structures of native/step.h and native/stack.cpp for ctypes, with the same fields."""
+"""Declares the C++ structures of native/step.h, native/stack.cpp and native/experts.cpp for ctypes: the same fields."""
 
 from __future__ import annotations
 
@@ -129,4 +129,30 @@ class StackStep(ctypes.Structure):
         ("stop_layer", _INTEGER),
         ("phase_ns", _POINTER),
         ("adapters", ctypes.POINTER(StepAdapters)),
+    )
+
+
+class Experts(ctypes.Structure):
+    """The experts of one layer."""
+
+    _fields_ = (
+        ("gate_up", ctypes.POINTER(Linear)),
+        ("down", ctypes.POINTER(Linear)),
+        ("num_experts", _INTEGER),
+        ("hidden_size", _INTEGER),
+        ("mlp_size", _INTEGER),
+    )
+
+
+class ExpertStep(ctypes.Structure):
+    """The tokens of a step with the experts that compute them."""
+
+    _fields_ = (
+        ("input", _POINTER),
+        ("experts", _POINTER),
+        ("weights", _POINTER),
+        ("output", _POINTER),
+        ("num_tokens", _INTEGER),
+        ("num_chosen", _INTEGER),
+        ("num_threads", _INTEGER),
     )

@@ -21,7 +21,7 @@ from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.kernel_choice import NATIVE
 from lookonce.model.kernels.linear_trial import choose_step_linear
-from lookonce.model.kernels.quantized_layers import quantize_linears
+from lookonce.model.kernels.quantized_layers import has_quantized_layers, make_layers_whole, quantize_linears
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class CPUModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """Loads the language half and installs native kernels if the machine and the model allow it."""
-        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION, keep_codes=True)
         if self.config.quantize_bits is not None:
             quantize_linears(self.model, getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
         self.adapters = self._adapter_table()
@@ -48,11 +48,13 @@ class CPUModelRunner(ModelRunnerBase):
         if isinstance(self.backend, NativeBackend):
             self.sampler = NativeSampler(self.backend.library, num_threads)
         linear = choose_step_linear(self.model.dtype)
-        # PyTorch would compute quantized layers from whole weights, made anew in each step.
-        is_native = linear.implementation == NATIVE or self.config.quantize_bits is not None
+        # Codes are for the kernels, even where PyTorch is faster with whole weights.
+        is_native = linear.implementation == NATIVE or has_quantized_layers(self.model)
         if isinstance(self.backend, NativeBackend) and is_native:
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
             self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes, self.adapters)
+        # PyTorch would expand the others' codes in each step.
+        make_layers_whole(self.model)
         text_model = getattr(self.model.model, text_child(self.model))
         if self.adapters is not None and not isinstance(text_model, NativeStack):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))

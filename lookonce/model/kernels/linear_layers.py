@@ -27,10 +27,11 @@ def agrees_with_plain(
 ) -> bool:
     """Whether a layer's results for random rows agree with those of PyTorch's plain operators."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_NUM_CHECKED_ROWS, linear.in_features, generator=generator).to(linear.weight.dtype)
-    expected = activation.function(functional.linear(rows, linear.weight, linear.bias)).float()
+    weight = linear.weight
+    rows = torch.randn(_NUM_CHECKED_ROWS, linear.in_features, generator=generator).to(weight.dtype)
+    expected = activation.function(functional.linear(rows, weight, linear.bias)).float()
     distance = (layer(rows).float() - expected).norm()
-    return bool(distance <= _TOLERANCE[linear.weight.dtype] * expected.norm())
+    return bool(distance <= _TOLERANCE[weight.dtype] * expected.norm())
 
 
 def replace_linears(model: torch.nn.Module, make: LayerMaker) -> int:

@@ -19,7 +19,15 @@ from torch import Tensor
 from lookonce.model.kernels.activation import Activation
 from lookonce.model.kernels.linear_layers import agrees_with_plain
 from lookonce.model.kernels.native_library import load_library
-from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, Weight, padded, weight_of
+from lookonce.model.kernels.quantized_weight import (
+    CodeForm,
+    QuantizedLinear,
+    QuantizedWeight,
+    Weight,
+    dtype_of,
+    padded,
+    weight_of,
+)
 
 SOURCES = pathlib.Path(__file__).with_name("native")
 PANEL_OUTPUTS = 32
@@ -37,7 +45,7 @@ class Linear(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
         ("group_inputs", ctypes.c_int64),
-        ("code_bits", ctypes.c_int64),
+        ("code_form", ctypes.c_int64),
     )
 
 
@@ -51,7 +59,7 @@ class _Codes:
     scales: Tensor
     offsets: Tensor
     group_inputs: int
-    bits: int
+    form: CodeForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class PackedWeights:
         if self.codes is not None:
             struct.codes = self.codes.codes.data_ptr()
             struct.scales, struct.offsets = self.codes.scales.data_ptr(), self.codes.offsets.data_ptr()
-            struct.group_inputs, struct.code_bits = self.codes.group_inputs, self.codes.bits
+            struct.group_inputs, struct.code_form = self.codes.group_inputs, self.codes.form
         return struct
 
     @property
@@ -87,21 +95,24 @@ class PackedWeights:
         return int(self.panels.nbytes)
 
 
-def packable(weight: Weight) -> bool:
-    """Whether the kernel supports such a weight `[outputs, inputs]`."""
-    return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.dtype.itemsize % 4 == 0
+def packable(linear: torch.nn.Linear | QuantizedLinear) -> bool:
+    """Whether the kernel supports a layer's weight."""
+    dtype = dtype_of(linear)
+    return dtype in (torch.float32, torch.bfloat16) and linear.in_features * dtype.itemsize % 4 == 0
 
 
 def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
     """Copies a weight `[outputs, inputs]` into the kernel's layout."""
     num_outputs, num_inputs = weight.shape
     missing = -num_outputs % PANEL_OUTPUTS
-    whole = padded(weight, missing)
+    rounded_up = padded(weight, missing)
     panels, codes = None, None
-    if isinstance(whole, QuantizedWeight):
-        codes = _packed_codes(whole)
+    if isinstance(rounded_up, QuantizedWeight):
+        codes = _packed_codes(rounded_up)
     else:
-        panels = whole.contiguous().view(torch.int32).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
+        panels = (
+            rounded_up.contiguous().view(torch.int32).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
+        )
     wide_bias = None if bias is None else F.pad(bias.float(), (0, missing)).contiguous()
     return PackedWeights(num_inputs, num_outputs, weight.dtype, panels, codes, wide_bias)
 
@@ -111,14 +122,14 @@ def _packed_codes(weight: QuantizedWeight) -> _Codes:
     # [panels, inputs in words, 32 outputs × inputs of a word]
     codes = weight.codes.unflatten(1, (-1, per_word)).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).flatten(2)
     codes = codes.contiguous().view(torch.uint8)
-    if weight.bits == 4:
+    if weight.form is CodeForm.INT4:
         low, high = codes.chunk(2, dim=2)
         codes = (low | high << 4).contiguous()
     scales, offsets = (
         part.float().unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
         for part in (weight.scales, weight.offsets)
     )
-    return _Codes(codes, scales, offsets, weight.group_inputs, weight.bits)
+    return _Codes(codes, scales, offsets, weight.group_inputs, weight.form)
 
 
 class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -173,9 +184,8 @@ def native_linear(
 
     Raises NativeLibraryError.
     """
-    weight = weight_of(linear)
-    if not packable(weight):
+    if not packable(linear):
         return None
     with torch.inference_mode():
-        layer = NativeLinear(packed(weight, linear.bias), num_threads, activation=activation)
+        layer = NativeLinear(packed(weight_of(linear), linear.bias), num_threads, activation=activation)
         return layer if agrees_with_plain(layer, linear, activation) else None

@@ -1,13 +1,15 @@
-"""Quantizes the linear layers of a language model that has been loaded with whole weights."""
+"""Quantizes the linear layers of a language model that has been loaded with whole weights, and the way back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lookonce.errors import ConfigurationError
 from lookonce.logs import get_logger
+from lookonce.model.kernels.quantized_experts import QuantizedExperts, experts_of, quantized_experts
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, quantized
 
 # Layers that choose experts are small, and a wrong choice costs more than a rounded weight.
@@ -20,14 +22,18 @@ _log = get_logger(__name__)
 
 
 def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
-    """Replaces linear layers in place by layers with weights of 4 or 8 bits, one by one.
+    """Replaces linear layers and experts in place by those with weights of 4 or 8 bits, one by one.
 
     These are the layers of the text model, and the head of `model`, which always gets 8 bits. The embedding table and
-    norms stay. Raises ConfigurationError for a model with merged experts.
+    norms stay. Raises ConfigurationError for a model with experts of another kind than our kernel computes, or one that
+    is stored quantized.
     """
-    experts = [name for name, parameter in text_model.named_parameters() if "experts" in name and parameter.ndim > 2]
-    if experts:
-        raise ConfigurationError(f"quantize is not offered for models with experts ({experts[0]}); leave it out")
+    if has_quantized_layers(model):
+        raise ConfigurationError("quantize is not offered for a folder whose weights are quantized; leave it out")
+    for name, parameter in text_model.named_parameters():
+        module = text_model.get_submodule(name.rpartition(".")[0])
+        if "experts" in name and parameter.ndim > 2 and experts_of(module) is None:
+            raise ConfigurationError(f"quantize is not offered for models with such experts ({name}); leave it out")
     found = [
         (parent, name, bits)
         for parent in text_model.modules()
@@ -36,7 +42,8 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
     ]
     if type(model.lm_head) is torch.nn.Linear and model.lm_head.in_features % 2 == 0:
         found.append((model, "lm_head", _HEAD_BITS))
-    num_bytes_before = num_bytes = 0
+    mixtures = [(parent, name) for parent in text_model.modules() for name, _ in parent.named_children()]
+    num_bytes_before = num_bytes = num_mixtures = 0
     with torch.inference_mode():
         for parent, name, own_bits in found:
             linear = getattr(parent, name)
@@ -45,11 +52,57 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
             setattr(parent, name, QuantizedLinear(weight, bias))
             num_bytes_before += linear.weight.nbytes
             num_bytes += _kernel_bytes(weight)
+        for parent, name in mixtures:
+            before = sum(parameter.nbytes for parameter in getattr(parent, name).parameters(recurse=False))
+            experts = quantized_experts(getattr(parent, name), bits)
+            if experts is None:
+                continue
+            setattr(parent, name, experts)
+            num_mixtures += 1
+            num_bytes_before += before
+            num_bytes += sum(_kernel_bytes(weight) for weight in experts.quantized_weights())
     _log.info(
         "linear layers are quantized",
-        bits=bits, num_layers=len(found), mib=num_bytes >> 20, mib_before=num_bytes_before >> 20,
+        bits=bits, num_layers=len(found), num_mixtures=num_mixtures, mib=num_bytes >> 20,
+        mib_before=num_bytes_before >> 20,
     )  # fmt: skip
 
 
+def has_quantized_layers(model: torch.nn.Module) -> bool:
+    """Whether weights of linear layers or experts are codes."""
+    return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in model.modules())
+
+
+def make_layers_whole(model: Any) -> None:
+    """Replaces layers with codes in place by plain ones, for devices on which no kernel reads codes."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, QuantizedLinear | QuantizedExperts)
+    ]
+    num_layers = len(found)
+    with torch.inference_mode():
+        while found:
+            parent, name, child = found.pop()
+            is_linear = isinstance(child, QuantizedLinear)
+            setattr(parent, name, plain_linear(child.weight, child.bias) if is_linear else child.plain())
+    if num_layers:
+        dtype = str(model.dtype).removeprefix("torch.")
+        remedy = "give --dtype bfloat16 to encoder and decoder" if model.dtype is torch.float16 else None
+        _log.warning(
+            "quantized layers get whole weights, because no kernel reads their codes",
+            num_layers=num_layers, dtype=dtype, remedy=remedy,
+        )  # fmt: skip
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
+    """Returns a linear layer with this weight `[outputs, inputs]`."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def _kernel_bytes(weight: QuantizedWeight) -> int:
-    return int(weight.codes.numel() * weight.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes)
+    return int(weight.codes.numel() * weight.form.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes)

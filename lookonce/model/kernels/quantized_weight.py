@@ -1,4 +1,4 @@
-"""Weights of linear layers as integers: `weight = code · scale + offset`, with a scale for each group of inputs.
+"""Weights of linear layers as codes: `weight = number of code · scale + offset`, with a scale for each group of inputs.
 
 Groups of 128 inputs and rounding to the nearest are what most production folders use (GPTQ, arXiv:2210.17323, and AWQ,
 arXiv:2306.00978, change which integers are chosen, not this form).
@@ -6,9 +6,10 @@ arXiv:2306.00978, change which integers are chosen, not this form).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,33 @@ from torch import Tensor
 GROUP_INPUTS = 128
 
 
+class CodeForm(enum.IntEnum):
+    """A kind of codes; the values are those of `CodeForm` in native/layer.h."""
+
+    # Integers from 0 to 15.
+    INT4 = 0
+    # Integers from -128 to 127.
+    INT8 = 1
+    # Floating point, e4m3fn (arXiv:2209.05433): 1 bit of sign, 4 of exponent, 3 of fraction; no infinities.
+    FLOAT8 = 2
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code in the kernels' layout."""
+        return 4 if self is CodeForm.INT4 else 8
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight `[outputs, inputs]` as integers. Rows can be selected by `weight[indices]`."""
+    """A weight `[outputs, inputs]` as codes. Rows can be selected by `weight[indices]`."""
 
-    # int8 [outputs, inputs]: -128 … 127, or 0 … 15 for 4 bits.
+    # int8 [outputs, inputs]; the bytes of float8_e4m3fn for FLOAT8.
     codes: Tensor
     # float32 [outputs, groups].
     scales: Tensor
-    # float32 [outputs, groups].
+    # float32 [outputs, groups]; 0 for FLOAT8.
     offsets: Tensor
-    # 4 or 8.
-    bits: int
+    form: CodeForm
     # An even number of inputs; the last group may have fewer.
     group_inputs: int
     # The type of the weight that this stands for.
@@ -49,7 +65,13 @@ class QuantizedWeight:
         scales, offsets = (
             part.repeat_interleave(self.group_inputs, dim=1)[:, :num_inputs] for part in (self.scales, self.offsets)
         )
-        return (self.codes.float() * scales + offsets).to(self.dtype)
+        codes = self.codes.view(torch.float8_e4m3fn) if self.form is CodeForm.FLOAT8 else self.codes
+        return (codes.float() * scales + offsets).to(self.dtype)
+
+    @property
+    def layout(self) -> tuple[CodeForm, int, torch.dtype]:
+        """Form, group size and type, which weights must have in common to be joined as codes."""
+        return self.form, self.group_inputs, self.dtype
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight
@@ -75,7 +97,8 @@ def quantized(weight: Tensor, bits: int) -> QuantizedWeight:
         least, largest = 0, 15
     steps = scales.where(scales > 0, torch.ones_like(scales))[..., None]
     codes = ((groups - offsets[..., None]) / steps).round().clamp(least, largest).to(torch.int8)
-    return QuantizedWeight(codes.flatten(1)[:, :num_inputs], scales, offsets, bits, GROUP_INPUTS, weight.dtype)
+    form = CodeForm.INT8 if bits == 8 else CodeForm.INT4
+    return QuantizedWeight(codes.flatten(1)[:, :num_inputs], scales, offsets, form, GROUP_INPUTS, weight.dtype)
 
 
 def _rounded_up(values: Tensor) -> Tensor:
@@ -85,17 +108,21 @@ def _rounded_up(values: Tensor) -> Tensor:
 
 
 def concatenated(weights: Sequence[Weight]) -> Weight:
-    """Returns the rows of all weights. All of them have the same form."""
-    first = weights[0]
-    if isinstance(first, Tensor):
-        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    """Returns the rows of all weights: as codes if all have the same layout, otherwise whole."""
     parts = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len(parts) < len(weights) or len({part.layout for part in parts}) > 1:
+        return torch.cat([whole(weight) for weight in weights])
     return replace(
-        first,
+        parts[0],
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         offsets=torch.cat([part.offsets for part in parts]),
     )
+
+
+def whole(weight: Weight) -> Tensor:
+    """Returns the weight as a tensor of its type."""
+    return weight if isinstance(weight, Tensor) else weight.dequantized()
 
 
 def padded(weight: Weight, num_rows: int = 0, num_inputs: int = 0) -> Weight:
@@ -108,14 +135,35 @@ def padded(weight: Weight, num_rows: int = 0, num_inputs: int = 0) -> Weight:
     return replace(weight, codes=codes, scales=scales, offsets=offsets)
 
 
+class WeightSource(Protocol):
+    """A quantized weight that is computed when it is needed, and kept by nobody."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The numbers of outputs and of inputs."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weight that codes stand for."""
+
+    def quantized(self) -> QuantizedWeight:
+        """Returns the weight as codes, computed anew."""
+
+
 class QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A linear layer with a quantized weight. It computes through PyTorch, slowly; the kernels take its place."""
 
-    def __init__(self, quantized_weight: QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, source: QuantizedWeight | WeightSource, bias: Tensor | None) -> None:
         super().__init__()
-        self.quantized_weight = quantized_weight
+        self._source = source
         self.bias = bias
-        self.out_features, self.in_features = quantized_weight.shape
+        self.out_features, self.in_features = source.shape
+        self.dtype = source.dtype
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        """The weight as codes; a source reads it anew."""
+        return self._source if isinstance(self._source, QuantizedWeight) else self._source.quantized()
 
     @property
     def weight(self) -> Tensor:
@@ -131,3 +179,9 @@ def weight_of(linear: torch.nn.Module) -> Weight:
     """Returns the weight of a linear layer in the form in which it is stored."""
     weight: Weight = linear.quantized_weight if isinstance(linear, QuantizedLinear) else linear.weight
     return weight
+
+
+def dtype_of(linear: torch.nn.Module) -> torch.dtype:
+    """Returns the type of a linear layer's weight, or of the one that its codes stand for."""
+    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantizedLinear) else linear.weight.dtype
+    return dtype

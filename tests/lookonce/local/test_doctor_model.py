@@ -28,7 +28,9 @@ from lookonce.local.finding import Finding
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_families, tiny_models
+from tests.decoder_svc.runner.cpu.loaded_runner import load
 from tests.lookonce.command import run_here
+from tests.quantized_folders import FORMS, store_quantized
 from tests.rust_panic import change_tokenizer, with_short_table
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -101,7 +103,21 @@ def test_recurrent_layers_take_no_keys_and_values(
     num_bytes = num_full * 2 * text.num_key_value_heads * text.head_dim * 4 * 16
     detail = _examined(path)["KV cache"].detail
     assert detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")
-    assert detail.endswith(f"and the states of {num_recurrent} recurrent layers")
+    recurrent = load(path, torch.float32).recurrent
+    assert recurrent is not None
+    state = f"{recurrent.state_bytes / 1000:,.1f} kB"
+    assert detail.endswith(f", and {state} per request and per snapshot of {num_recurrent} recurrent layers")
+
+
+def test_the_form_of_quantized_layers_is_told(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("qwen2_5_vl")
+    whole = _examined(path)
+    names = store_quantized(path, FORMS["awq"])
+    findings = _examined(path)
+    assert all(finding.is_fine for finding in findings.values())
+    assert findings["text half"].detail.endswith(f"; {len(names)} linear layers as int4 with a scale for 32 inputs")
+    assert findings["vision half"] == whole["vision half"]
+    assert findings["encoder fingerprint"] == whole["encoder fingerprint"]
 
 
 def test_the_checkpoints_element_type_counts(copied: Callable[..., pathlib.Path]) -> None:

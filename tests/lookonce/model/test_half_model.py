@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pathlib
 import re
 import shutil
@@ -36,6 +37,18 @@ IN_BOTH = {
 IN_NEITHER = "model.audio_tower."
 
 Tensors = dict[str, Tensor]
+
+
+class Collecting(logging.Handler):
+    """Keeps the messages of warnings in a list."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Adds the message of a record."""
+        self._messages.append(record.getMessage())
 
 
 @dataclass(frozen=True)
@@ -334,8 +347,37 @@ def test_a_configuration_of_another_width_is_refused(loaded: Loaded, tmp_path: p
     has_experts = isinstance(text.get("moe_intermediate_size"), int)
     text["moe_intermediate_size" if has_experts else "intermediate_size"] *= 2
     (broken / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFolderError, match="text weights do not fit"):
+    with pytest.raises(ModelFolderError, match=r"text weights do not fit.*; download the model again"):
         load_half(Half.TEXT, broken)
+
+
+@pytest.mark.parametrize("half", list(Half))
+def test_a_value_that_no_model_can_be_built_with_is_an_error_of_the_folder(
+    half: Half, family_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(family_folder("qwen2_5_vl"), broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config" if half is Half.TEXT else "vision_config"]["hidden_act"] = "squared"
+    (broken / "config.json").write_text(json.dumps(config))
+    remedy = "use the config.json that belongs to the weights"
+    with pytest.raises(
+        ModelFolderError, match=rf"{half.value} half cannot be built from config.json: .*squared.*{remedy}"
+    ):
+        load_half(half, broken)
+
+
+def test_problems_of_weights_are_told_once(
+    family_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [Collecting(messages)])
+    broken = changed_folder(
+        family_folder("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {"audio.weight": torch.zeros(2)}
+    )
+    with pytest.raises(ModelFolderError, match=r"1 unexpected \(audio\.weight"):
+        load_half(Half.TEXT, broken)
+    assert not messages
 
 
 @pytest.mark.parametrize("half", list(Half))

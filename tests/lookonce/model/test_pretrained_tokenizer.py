@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.pretrained_tokenizer import load_pretrained
+from tests import tiny_models
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"model": 1}'])
@@ -35,6 +36,13 @@ def test_a_configuration_that_contradicts_itself_is_not_told_as_a_problem_of_the
     with pytest.raises(ModelFolderError, match=r"refuses config\.json of .* layer_types") as caught:
         load_pretrained(tmp_path)
     assert "\n" not in caught.value.message
+
+
+def test_a_template_that_is_no_text_is_not_told_as_a_problem_of_the_tokenizer(tmp_path: pathlib.Path) -> None:
+    tiny_models.build_llava_clip(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }} \xff")
+    with pytest.raises(ModelFolderError, match=r"jinja of .* cannot be read: it is not UTF-8 text; download it again"):
+        load_pretrained(tmp_path)
 
 
 def test_a_tokenizer_without_a_token_for_some_characters_is_accepted(tmp_path: pathlib.Path) -> None:

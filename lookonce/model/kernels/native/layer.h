@@ -6,20 +6,23 @@
 
 namespace lookonce {
 
+// A kind of codes; the values are those of `CodeForm` in quantized_weight.py.
+enum class CodeForm : int64_t { kInt4, kInt8, kFloat8 };
+
 // Weights are in panels of 32 outputs: words of the element type, or codes if `panels` is null.
 struct Linear {
   const uint32_t* panels;  // [panels, inputs in words, 32]
   const float* bias;       // [outputs rounded up to 32]; null: no bias.
   int64_t num_inputs;
   int64_t num_outputs;
-  // Integers in the order of the elements of `panels`. Of 8 bits: signed. Of 4 bits: unsigned, in each word's 32 columns
-  // the first half of the elements in the lower bits of the bytes, the second half in the upper bits.
+  // Codes in the order of the elements of `panels`. kInt8: signed. kFloat8: float8_e4m3fn. kInt4: unsigned, in each
+  // word's 32 columns the first half of the elements in the lower bits of the bytes, the second half in the upper bits.
   const uint8_t* codes;
-  // [panels, groups, 32]. A weight is its code · scale + offset.
+  // [panels, groups, 32]. A weight is its code · scale + offset; offsets of kFloat8 are 0.
   const float* scales;
   const float* offsets;
   int64_t group_inputs;  // Inputs that share a scale; even.
-  int64_t code_bits;     // 4 or 8.
+  CodeForm code_form;
 };
 
 }  // namespace lookonce

@@ -1,15 +1,21 @@
-// Linear layers whose weights are integers of 4 or 8 bits with a scale and an offset for each group of inputs.
+// Linear layers whose weights are codes of 4 or 8 bits with a scale and an offset for each group of inputs.
 //
-// Layers of bfloat16 multiply integers: each row of inputs is rounded to 16 bits with a scale for each block of up to 128
+// Layers of bfloat16 with codes of floating point expand them to bfloat16, which is exact, and apply scales to the sums
+// of a block of up to 128 inputs. With integers they multiply integers: each row of inputs is rounded to 16 bits with a scale for each block of up to 128
 // inputs, products of a block are summed exactly in 32 bits, and scales are applied to the sums. The rounding is finer
-// than bfloat16's: 2^-16 of a block's largest input. Layers of float32 expand the weights to float32, so their results
-// are the bits of a layer that holds the expanded weights. A thread expands a part of a panel at a time, in its L1 cache.
+// than bfloat16's: 2^-16 of a block's largest input.
+//
+// Layers of float32 expand the weights to float32, so their results are the bits of a layer that holds the expanded
+// weights. A thread expands a part of a panel at a time, in its L1 cache, or in registers if there are few rows.
 
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "layer.h"
 #include "phases.h"
@@ -129,28 +135,157 @@ inline void round_block(const typename Type::Left* from, int64_t count, int16_t*
   *sum = static_cast<float>(whole) * *scale;
 }
 
-// Expands the codes of inputs [first, stop) of a panel to integers of 16 bits.
-template <int kBits>
-inline void expand_integers(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
-  constexpr int64_t kElements = 2 * kTileColumns, kBytes = kElements * kBits / 8, kStep = kRegisterBytes / 2;
-  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kBytes;
-  int16_t* elements = reinterpret_cast<int16_t*>(to);
-  for (int64_t input = first; input < stop; input += 2, codes += kBytes, elements += kElements) {
-    __builtin_prefetch(codes + kAheadCodes, 0, 2);
-    for (int64_t byte = 0; byte < kBytes; byte += kStep) {
-      if constexpr (kBits == 8) {
-        CodePairs bytes;
-        std::memcpy(&bytes, codes + byte, sizeof bytes);
-        const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
-        std::memcpy(elements + byte, &wide, sizeof wide);
+// Returns the bits of bfloat16 for codes of floating point, which are 0 ... 255.
+inline IntegerPairs bfloat16_of_float8(IntegerPairs codes) {
+  // The exponent's bias is 7 in codes and 127 in bfloat16. Codes 1 ... 7 have no implicit one: they are m * 2^-9.
+#if defined(__AVX512BW__)
+  alignas(64) static const uint16_t kSubnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i all = reinterpret_cast<__m512i>(codes);
+  const __m512i normal = _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(all, 4), _mm512_set1_epi16(0x7f0)),
+                                          _mm512_set1_epi16(0x3c00));
+  const __mmask32 is_subnormal = _mm512_testn_epi16_mask(all, _mm512_set1_epi16(0x78));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, is_subnormal, all, _mm512_load_si512(kSubnormal));
+  // size | (codes << 8 & 0x8000)
+  return reinterpret_cast<IntegerPairs>(
+      _mm512_ternarylogic_epi32(size, _mm512_slli_epi16(all, 8), _mm512_set1_epi16(-0x8000), 0xf8));
+#else
+  const IntegerPairs size = codes & 0x7f;
+  const auto smaller = [](IntegerPairs one, IntegerPairs other) { return one < other ? one : other; };
+  // The bits of 1, 2 ... 3, 4 ... 7 and of all others are on lines, each of which is below the others there.
+  IntegerPairs bits = smaller((size << 4) + 0x3c00, (size << 5) + 0x3b80);
+  bits = smaller(bits, (size << 6) + 0x3b00);
+  bits = smaller(bits, (size << 7) + 0x3a80);
+  bits &= size != 0;
+  return bits | (codes & 0x80) << 8;
+#endif
+}
+
+// Returns the numbers of codes of floating point, which are 0 ... 255.
+inline FloatRegister numbers_of_float8(IntegerRegister codes) {
+  const IntegerRegister size = codes & 0x7f;
+  // Numbers without an implicit one get it, with the least exponent, 2^-6; it is subtracted.
+  const IntegerRegister is_subnormal = size < 8;
+  const IntegerRegister bits = (size << 20) + (120 << 23) + (is_subnormal & 1 << 23);
+  const FloatRegister value = as_floats(reinterpret_cast<WordRegister>(bits)) -
+                              as_floats(reinterpret_cast<WordRegister>(is_subnormal & 121 << 23));
+  return as_floats(reinterpret_cast<WordRegister>(value) | reinterpret_cast<WordRegister>((codes & 0x80) << 24));
+}
+
+// Registers of words of two elements of 16 bits: a pair of inputs of 32 outputs.
+constexpr int kPairRegisters = kTileColumns / kRegisterLanes;
+
+// Bytes of the codes of a pair of inputs of 32 outputs.
+template <CodeForm kForm>
+constexpr int64_t kPairBytes = 2 * kTileColumns * (kForm == CodeForm::kInt4 ? 4 : 8) / 8;
+
+// Expands the codes of a pair of inputs to elements of 16 bits: integers, or bfloat16.
+template <CodeForm kForm>
+inline void expand_pair(const uint8_t* codes, WordRegister (&words)[kPairRegisters]) {
+  constexpr int64_t kStep = kRegisterBytes / 2;
+  for (int i = 0; i < kPairBytes<kForm> / kStep; ++i) {
+    if constexpr (kForm == CodeForm::kInt8) {
+      CodePairs bytes;
+      std::memcpy(&bytes, codes + i * kStep, sizeof bytes);
+      words[i] = reinterpret_cast<WordRegister>(__builtin_convertvector(bytes, IntegerPairs));
+    } else {
+      UnsignedCodePairs bytes;
+      std::memcpy(&bytes, codes + i * kStep, sizeof bytes);
+      const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
+      if constexpr (kForm == CodeForm::kFloat8) {
+        words[i] = reinterpret_cast<WordRegister>(bfloat16_of_float8(wide));
       } else {
-        UnsignedCodePairs bytes;
-        std::memcpy(&bytes, codes + byte, sizeof bytes);
-        const IntegerPairs both = __builtin_convertvector(bytes, IntegerPairs), low = both & 15, high = both >> 4;
-        std::memcpy(elements + byte, &low, sizeof low);
-        std::memcpy(elements + kElements / 2 + byte, &high, sizeof high);
+        words[i] = reinterpret_cast<WordRegister>(wide & 15);
+        words[i + kPairRegisters / 2] = reinterpret_cast<WordRegister>(wide >> 4);
       }
     }
+  }
+}
+
+// Expands the codes of inputs [first, stop) of a panel to words in memory.
+template <CodeForm kForm>
+inline void expand_pairs(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kPairBytes<kForm>;
+  for (int64_t input = first; input < stop; input += 2, codes += kPairBytes<kForm>, to += kTileColumns) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    WordRegister words[kPairRegisters];
+    expand_pair<kForm>(codes, words);
+    std::memcpy(to, words, sizeof words);
+  }
+}
+
+// Rows for which codes are expanded in registers only. More rows share codes that are expanded to memory once.
+constexpr int64_t kRegisterRows = kMaxSums / kPairRegisters;
+
+// Computes the sums [kRows, 32] of inputs [first, stop) of a panel. `left` has the rows' elements from `first` on.
+template <typename Type, CodeForm kForm, int kRows>
+inline void multiply_codes(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
+                           const typename Type::Left* left, int64_t left_stride, float* sums) {
+  // Integers have the same sum in any order, so with few rows two sums take turns and need not wait for each other. Sums
+  // of floating point keep the order that they have with more rows.
+  constexpr int kTurns = std::is_same_v<Type, Int16> && kRows * kPairRegisters < 8 ? 2 : 1;
+  FloatRegister total[kTurns][kRows][kPairRegisters] = {};
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kPairBytes<kForm>;
+  const int64_t stride = left_stride * sizeof(*left) / sizeof(uint32_t);
+  // One pointer for three rows, because one per row would need more registers than there are.
+  const uint32_t* rows[(kRows + 2) / 3];
+  for (int i = 0; i < (kRows + 2) / 3; ++i) rows[i] = reinterpret_cast<const uint32_t*>(left) + 3 * i * stride;
+  const auto add_pair = [&](int turn) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    WordRegister words[kPairRegisters];
+    expand_pair<kForm>(codes, words);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const uint32_t* row = rows[r / 3] + r % 3 * stride;
+      const WordRegister first_word = row[0] - WordRegister{};
+      for (int p = 0; p < kPairRegisters; ++p) {
+        total[turn][r][p] = Type::add_product(total[turn][r][p], first_word, Type::template right<0>(words[p]));
+      }
+      if constexpr (Type::kNumProducts == 2) {
+        const WordRegister second_word = row[1] - WordRegister{};
+        for (int p = 0; p < kPairRegisters; ++p) {
+          total[turn][r][p] = Type::add_product(total[turn][r][p], second_word, Type::template right<1>(words[p]));
+        }
+      }
+    }
+    codes += kPairBytes<kForm>;
+    for (const uint32_t*& row : rows) row += Type::kNumProducts;
+  };
+  const int64_t num_pairs = (stop - first) / 2;
+  for (int64_t pair = 0; pair + kTurns <= num_pairs; pair += kTurns) {
+    add_pair(0);
+    if constexpr (kTurns == 2) add_pair(1);
+  }
+  if (num_pairs % kTurns != 0) add_pair(0);
+  for (int r = 0; r < kRows; ++r) {
+    for (int p = 0; p < kPairRegisters; ++p) {
+      FloatRegister sum = total[0][r][p];
+      if constexpr (kTurns == 2) {
+        sum = reinterpret_cast<FloatRegister>(reinterpret_cast<IntegerRegister>(sum) +
+                                              reinterpret_cast<IntegerRegister>(total[1][r][p]));
+      }
+      std::memcpy(sums + r * kTileColumns + p * kRegisterLanes, &sum, sizeof sum);
+    }
+  }
+}
+
+template <typename Type>
+using MultiplyCodes = void (*)(const Linear&, int64_t, int64_t, int64_t, const typename Type::Left*, int64_t, float*);
+
+template <typename Type, CodeForm kForm, int... kRows>
+constexpr std::array<MultiplyCodes<Type>, sizeof...(kRows)> multiplies_of_codes(std::integer_sequence<int, kRows...>) {
+  return {&multiply_codes<Type, kForm, kRows + 1>...};
+}
+
+// Calls expand(form) with the layer's form as a constant.
+template <typename Expand>
+inline void for_form(const Linear& layer, Expand expand) {
+  switch (layer.code_form) {
+    case CodeForm::kInt4:
+      return expand(std::integral_constant<CodeForm, CodeForm::kInt4>());
+    case CodeForm::kInt8:
+      return expand(std::integral_constant<CodeForm, CodeForm::kInt8>());
+    case CodeForm::kFloat8:
+      return expand(std::integral_constant<CodeForm, CodeForm::kFloat8>());
   }
 }
 
@@ -176,9 +311,26 @@ inline void add_block(const Linear& layer, int64_t panel, int64_t block, const I
   }
 }
 
+// Adds a block's sums [rows, 32] to the sums, scaled.
+inline void add_scaled(const Linear& layer, int64_t panel, int64_t block, int64_t num_rows, const float* parts,
+                       float* sums, bool adds) {
+  const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
+  const int64_t group = block * block_inputs(layer) / layer.group_inputs;
+  const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
+  for (int64_t v = 0; v < kTileColumns; v += kLanes) {
+    const Floats scale = load_floats(scales + v);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t place = row * kTileColumns + v;
+      const Floats total = adds ? load_floats(sums + place) : Floats(0.0f);
+      store_floats(sums + place, load_floats(parts + place) * scale + total);
+    }
+  }
+}
+
 // Expands the words of inputs [first, stop) of a panel. All of them belong to one group.
-template <typename Type, int kBits>
+template <typename Type, CodeForm kForm>
 inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int64_t stop, typename Type::Element* to) {
+  constexpr int64_t kBits = kForm == CodeForm::kInt4 ? 4 : 8;
   constexpr int64_t kElements = kTileColumns * Type::kPerWord, kVectors = kElements / kLanes;
   constexpr int64_t kBytes = kElements * kBits / 8;
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
@@ -202,10 +354,14 @@ inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int6
       const int64_t low = kBits == 8 ? v : v / 2, high = low + kVectors / 2;
       Floats lows, highs;
       for (int p = 0; p < kRegisters; ++p) {
-        if constexpr (kBits == 8) {
+        if constexpr (kForm == CodeForm::kInt8) {
           CodeRegister bytes;
           std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
           lows.part[p] = __builtin_convertvector(__builtin_convertvector(bytes, IntegerRegister), FloatRegister);
+        } else if constexpr (kForm == CodeForm::kFloat8) {
+          UnsignedCodeRegister bytes;
+          std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
+          lows.part[p] = numbers_of_float8(__builtin_convertvector(bytes, IntegerRegister));
         } else {
           UnsignedCodeRegister bytes;
           std::memcpy(&bytes, codes + low * kLanes + p * kRegisterLanes, sizeof bytes);
@@ -230,11 +386,7 @@ void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::
     for (int64_t start = first, stop; start < end; start = stop) {
       stop = std::min((start / layer.group_inputs + 1) * layer.group_inputs, end);
       auto* to = reinterpret_cast<typename Type::Element*>(words) + (start - first) * kTileColumns;
-      if (layer.code_bits == 8) {
-        expand_group<Type, 8>(layer, panel, start, stop, to);
-      } else {
-        expand_group<Type, 4>(layer, panel, start, stop, to);
-      }
+      for_form(layer, [&](auto form) { expand_group<Type, decltype(form)::value>(layer, panel, start, stop, to); });
     }
     const Segment all{{words, words + kLanes}, (end - first) / Type::kPerWord};
     for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
@@ -244,35 +396,58 @@ void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::
   }
 }
 
-// Computes the sums [num_rows, 32] of a panel from inputs as integers.
-inline void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
-                              int64_t num_rows, float* sums) {
-  alignas(64) float integers[kExpandedRows * kTileColumns];
+// Computes the sums [num_rows, 32] of inputs [first, stop) of a panel, not scaled. `left` has the rows' elements from
+// `first` on. `words` is a buffer.
+template <typename Type, CodeForm kForm>
+inline void block_sums(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
+                       const typename Type::Left* left, int64_t num_rows, uint32_t* words, float* sums) {
+  if (num_rows <= kRegisterRows) {
+    static constexpr auto kMultiplies = multiplies_of_codes<Type, kForm>(std::make_integer_sequence<int, kRegisterRows>());
+    return kMultiplies[num_rows - 1](layer, panel, first, stop, left, layer.num_inputs, sums);
+  }
+  expand_pairs<kForm>(layer, panel, first, stop, words);
+  const Segment all{{words, words + kLanes}, (stop - first) / 2};
+  for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+    const Operands<Type> of{left + row * layer.num_inputs, layer.num_inputs, &all, 1, kTileColumns};
+    multiply<Type>(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, false);
+  });
+}
+
+// Computes the sums [num_rows, 32] of a panel block by block, from inputs as integers or, with codes of floating point,
+// from inputs as they are.
+template <typename Type>
+void multiply_blocks(const Linear& layer, int64_t panel, const typename Type::Left* input,
+                     const IntegerInputs& inputs, int64_t first_row, int64_t num_rows, float* sums) {
+  alignas(64) float parts[kExpandedRows * kTileColumns];
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
   const int64_t size = block_inputs(layer);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
-    const int64_t first = block * size, end = std::min(first + size, layer.num_inputs);
-    if (layer.code_bits == 8) {
-      expand_integers<8>(layer, panel, first, end, words);
-    } else {
-      expand_integers<4>(layer, panel, first, end, words);
+    const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
+    const int64_t at = first_row * layer.num_inputs + first;
+    const int16_t* integers = inputs.integers.get() + at;
+    switch (layer.code_form) {
+      case CodeForm::kInt4:
+        block_sums<Int16, CodeForm::kInt4>(layer, panel, first, stop, integers, num_rows, words, parts);
+        break;
+      case CodeForm::kInt8:
+        block_sums<Int16, CodeForm::kInt8>(layer, panel, first, stop, integers, num_rows, words, parts);
+        break;
+      case CodeForm::kFloat8:
+        block_sums<Type, CodeForm::kFloat8>(layer, panel, first, stop, input + at, num_rows, words, parts);
+        add_scaled(layer, panel, block, num_rows, parts, sums, block > 0);
+        continue;
     }
-    const Segment all{{words, words + kLanes}, (end - first) / 2};
-    for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
-      const int16_t* left = inputs.integers.get() + (first_row + row) * layer.num_inputs + first;
-      const Operands<Int16> of{left, layer.num_inputs, &all, 1, kTileColumns};
-      multiply<Int16>(rows, kTileVectors, integers + row * kTileColumns, kTileColumns, of, false);
-    });
-    add_block(layer, panel, block, inputs, first_row, num_rows, integers, sums, block > 0);
+    add_block(layer, panel, block, inputs, first_row, num_rows, parts, sums, block > 0);
   }
 }
 
-// Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
-// It is two phases with bfloat16, one with float32, which needs no `integers`.
-template <typename Type, typename Finish>
-void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
-                      IntegerInputs& integers, Finish finish) {
+// Rounds the inputs [num_rows, num_inputs] of a layer of bfloat16 whose codes are integers. A phase, except for layers
+// that take inputs as they are.
+template <typename Type>
+void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
+                  IntegerInputs& integers) {
   if constexpr (Type::kIsRough) {
+    if (layer.code_form == CodeForm::kFloat8) return;
     const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
     worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
       const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
@@ -280,6 +455,25 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
                         integers.scales.get() + item, integers.sums.get() + item);
     });
   }
+}
+
+// Computes the sums [num_rows, 32] of a panel for up to kExpandedRows rows from `first_row`, without bias.
+template <typename Type>
+void quantized_sums(const Linear& layer, int64_t panel, const typename Type::Left* input,
+                    const IntegerInputs& integers, int64_t first_row, int64_t num_rows, float* sums) {
+  if constexpr (Type::kIsRough) {
+    multiply_blocks<Type>(layer, panel, input, integers, first_row, num_rows, sums);
+  } else {
+    multiply_expanded<Type>(layer, panel, input + first_row * layer.num_inputs, num_rows, sums);
+  }
+}
+
+// Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
+// It is two phases with bfloat16 and codes that are integers. Otherwise it is one, which needs no `integers`.
+template <typename Type, typename Finish>
+void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
+                      IntegerInputs& integers, Finish finish) {
+  round_inputs<Type>(worker, layer, input, num_rows, integers);
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_chunks = (num_rows + kExpandedRows - 1) / kExpandedRows;
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
@@ -287,11 +481,7 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
     const int64_t chunk = item / num_panels * kExpandedRows, panel = item % num_panels;
     const int64_t count = std::min(kExpandedRows, num_rows - chunk);
     alignas(64) float sums[kExpandedRows * kTileColumns];
-    if constexpr (Type::kIsRough) {
-      multiply_integers(layer, panel, integers, chunk, count, sums);
-    } else {
-      multiply_expanded<Type>(layer, panel, input + chunk * layer.num_inputs, count, sums);
-    }
+    quantized_sums<Type>(layer, panel, input, integers, chunk, count, sums);
     for (int64_t row = 0; row < count; ++row) {
       float* of_row = sums + row * kTileColumns;
       if (layer.bias != nullptr) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from decoder_svc.runner.cpu import runner as cpu_runner
+from decoder_svc.runner.cpu.native_experts import NativeExperts
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from lookonce.errors import ConfigurationError
@@ -27,9 +29,14 @@ def quantizing(runner: Any, bits: int) -> CPUModelRunner:
     return CPUModelRunner(replace(runner.config, quantize_bits=bits), runner.family)
 
 
-# With a stack, and with our linear layers in transformers' modules.
+_STACKS = ("llava_clip", "qwen2_5_vl", "qwen3_vl")
+# Our linear layers in transformers' modules.
+_OTHERS = ("gemma3", "qwen3_5")
+_WITH_EXPERTS = ("aria", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe")
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", ["llava_clip", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", [*_STACKS, *_OTHERS, *_WITH_EXPERTS])
 def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: int, tmp_path: pathlib.Path) -> None:
     whole_folder, rounded_folder = tmp_path / "whole", tmp_path / "rounded"
     for folder in (whole_folder, rounded_folder):
@@ -39,7 +46,8 @@ def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: 
     rounded = families.build(FAMILIES[name], rounded_folder, 6).offline
     whole = load(whole_folder, torch.float32)
     runner = quantizing(whole, bits)
-    assert isinstance(text_model(runner), NativeStack) == (name not in ("gemma3", "qwen3_5"))
+    assert isinstance(text_model(runner), NativeStack) == (name in _STACKS)
+    assert any(isinstance(module, NativeExperts) for module in runner.model.modules()) == (name in _WITH_EXPERTS)
     found, _, _ = offline.run(replace(rounded, runner=runner), max_num_batched_tokens=300)
     assert found == [question.expected for question in rounded.questions]
     unrounded, _, _ = offline.run(replace(rounded, runner=whole), max_num_batched_tokens=300)
@@ -47,10 +55,14 @@ def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_model_with_experts_is_refused_by_name(bits: int, tmp_path: pathlib.Path) -> None:
+def test_other_experts_are_refused_by_name(bits: int, tmp_path: pathlib.Path) -> None:
     FAMILIES["qwen3_vl_moe"].build(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["hidden_act"] = "gelu"
+    (tmp_path / "config.json").write_text(json.dumps(config))
     whole = load(tmp_path, torch.float32)
-    with pytest.raises(ConfigurationError, match=r"quantize is not offered for models with experts \(layers.*experts"):
+    assert not any(isinstance(module, NativeExperts) for module in whole.model.modules())
+    with pytest.raises(ConfigurationError, match=r"quantize is not offered for models with such experts \(layers"):
         quantizing(whole, bits)
 
 

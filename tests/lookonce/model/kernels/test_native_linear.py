@@ -78,8 +78,8 @@ def test_rows_that_are_not_contiguous_are_read_correctly() -> None:
 
 
 def test_layers_that_cannot_be_packed_are_left_alone() -> None:
-    assert not packable(torch.zeros(4, 3, dtype=torch.bfloat16))
-    assert not packable(torch.zeros(4, 4, dtype=torch.float16))
+    assert not packable(torch.nn.Linear(3, 4, dtype=torch.bfloat16))
+    assert not packable(torch.nn.Linear(4, 4, dtype=torch.float16))
 
     class OwnLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is untyped here
         """A subclass with its own `forward`, which must not be replaced."""

@@ -15,6 +15,7 @@
 
 #include "attention.cpp"
 #include "dense_attention.cpp"
+#include "experts.cpp"
 #include "linear.cpp"
 
 namespace {
@@ -114,37 +115,61 @@ void check_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t
   }
 }
 
-// Weights of random codes, scales and offsets. Inputs have one large number in each row, as those of real models do.
+// Returns the number of a code of float8_e4m3fn.
+double number_of_float8(int code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  const double size = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+  return code & 0x80 ? -size : size;
+}
+
+// A layer of random codes, scales and offsets.
 template <typename Type>
-void check_quantized_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t outputs, int64_t bits,
+struct RandomCodes {
+  std::vector<uint8_t> codes;
+  std::vector<float> scales, offsets;
+  std::vector<double> weights;
+  Linear layer;
+
+  RandomCodes(int64_t inputs, int64_t outputs, CodeForm form, int64_t group) : weights(outputs * inputs) {
+    const bool is_int4 = form == CodeForm::kInt4, is_float8 = form == CodeForm::kFloat8;
+    const int64_t num_panels = (outputs + kTileColumns - 1) / kTileColumns, num_groups = (inputs + group - 1) / group;
+    const int64_t word_elements = kTileColumns * Type::kPerWord, word_bytes = is_int4 ? word_elements / 2 : word_elements;
+    codes.resize(num_panels * inputs / Type::kPerWord * word_bytes);
+    scales.resize(num_panels * num_groups * kTileColumns);
+    offsets.resize(scales.size());
+    std::uniform_int_distribution<int> any(is_int4 ? 0 : -128, is_int4 ? 15 : 127);
+    std::uniform_real_distribution<float> factor(0.01f, 0.1f);
+    for (float& scale : scales) scale = factor(generator);
+    for (float& offset : offsets) offset = is_float8 ? 0.0f : -factor(generator);
+    for (int64_t o = 0; o < outputs; ++o) {
+      for (int64_t i = 0; i < inputs; ++i) {
+        int code = any(generator);
+        // The codes of what is not a number are refused when a folder is loaded.
+        if (is_float8 && (code & 0x7f) == 0x7f) code = 0;
+        const int64_t panel = o / kTileColumns, word = panel * (inputs / Type::kPerWord) + i / Type::kPerWord;
+        const int64_t element = o % kTileColumns * Type::kPerWord + i % Type::kPerWord, half = word_elements / 2;
+        if (is_int4) {
+          codes[word * word_bytes + element % half] |= element < half ? code : code << 4;
+        } else {
+          codes[word * word_bytes + element] = static_cast<uint8_t>(code);
+        }
+        const int64_t at = (panel * num_groups + i / group) * kTileColumns + o % kTileColumns;
+        weights[o * inputs + i] = (is_float8 ? number_of_float8(code & 0xff) : code) * scales[at] + offsets[at];
+      }
+    }
+    layer = {nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, form};
+  }
+};
+
+// Inputs have one large number in each row, as those of real models do.
+template <typename Type>
+void check_quantized_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t outputs, CodeForm form,
                             int64_t group) {
-  using Element = typename Type::Element;
   auto input = random_elements<Type>(rows * inputs);
   for (int64_t r = 0; r < rows; ++r) input[r * inputs + r % inputs] = rounded<Type>(50.0f);
-  const int64_t num_panels = (outputs + kTileColumns - 1) / kTileColumns, num_groups = (inputs + group - 1) / group;
-  const int64_t word_elements = kTileColumns * Type::kPerWord, word_bytes = word_elements * bits / 8;
-  std::vector<uint8_t> codes(num_panels * inputs / Type::kPerWord * word_bytes);
-  std::vector<float> scales(num_panels * num_groups * kTileColumns), offsets(scales.size());
-  std::vector<double> weights(outputs * inputs);
-  std::uniform_int_distribution<int> any(bits == 8 ? -128 : 0, bits == 8 ? 127 : 15);
-  std::uniform_real_distribution<float> factor(0.01f, 0.1f);
-  for (float& scale : scales) scale = factor(generator);
-  for (float& offset : offsets) offset = -factor(generator);
-  for (int64_t o = 0; o < outputs; ++o) {
-    for (int64_t i = 0; i < inputs; ++i) {
-      const int code = any(generator);
-      const int64_t panel = o / kTileColumns, word = panel * (inputs / Type::kPerWord) + i / Type::kPerWord;
-      const int64_t element = o % kTileColumns * Type::kPerWord + i % Type::kPerWord, half = word_elements / 2;
-      if (bits == 8) {
-        codes[word * word_bytes + element] = static_cast<uint8_t>(code);
-      } else {
-        codes[word * word_bytes + element % half] |= element < half ? code : code << 4;
-      }
-      const int64_t at = (panel * num_groups + i / group) * kTileColumns + o % kTileColumns;
-      weights[o * inputs + i] = static_cast<double>(code) * scales[at] + offsets[at];
-    }
-  }
-  Linear layer{nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, bits};
+  const RandomCodes<Type> random(inputs, outputs, form, group);
+  const Linear& layer = random.layer;
+  const std::vector<double>& weights = random.weights;
   const auto exact_input = numbers<Type>(input);
   std::vector<double> wanted(rows * outputs);
   for (int64_t r = 0; r < rows; ++r) {
@@ -156,7 +181,8 @@ void check_quantized_linear(const std::string& type, int64_t rows, int64_t input
   }
   std::vector<float> found(rows * outputs), alone(outputs);
   run<Type, Float32>(layer, input.data(), rows, found.data(), Activation::kNone, 2);
-  const std::string what = std::to_string(bits) + " bits in groups of " + std::to_string(group) + ", " + type + " " +
+  const std::string what = "codes " + std::to_string(static_cast<int64_t>(form)) + " in groups of " +
+                           std::to_string(group) + ", " + type + " " +
                            std::to_string(rows) + " x " + std::to_string(inputs) + " x " + std::to_string(outputs);
   check(difference<Float32>(found, wanted) < 2e-4, what);
   for (int64_t r = 0; r < rows; ++r) {
@@ -164,6 +190,58 @@ void check_quantized_linear(const std::string& type, int64_t rows, int64_t input
     const size_t bytes = outputs * sizeof(float);
     check(std::memcmp(alone.data(), found.data() + r * outputs, bytes) == 0, what + ": row has other bits alone");
   }
+}
+
+// Five experts of 48 gates for inputs of 80, of which each token has two, or one and a number that no expert has.
+template <typename Type>
+void check_experts(const std::string& type, int64_t num_tokens, CodeForm form) {
+  using Element = typename Type::Element;
+  constexpr int64_t kNumExperts = 5, kHidden = 80, kMlp = 48, kChosen = 2;
+  std::vector<RandomCodes<Type>> gate_up, down;
+  std::vector<Linear> gate_up_layers, down_layers;
+  for (int64_t e = 0; e < kNumExperts; ++e) {
+    gate_up.emplace_back(kHidden, 2 * kMlp, form, 32);
+    down.emplace_back(kMlp, kHidden, form, 32);
+    // The vectors' contents stay where they are when the structures move.
+    gate_up_layers.push_back(gate_up.back().layer);
+    down_layers.push_back(down.back().layer);
+  }
+  const auto input = random_elements<Type>(num_tokens * kHidden);
+  const auto exact_input = numbers<Type>(input);
+  std::vector<int64_t> chosen;
+  std::vector<float> shares;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    chosen.insert(chosen.end(), {t % kNumExperts, t % 3 == 2 ? kNumExperts : (t + 2) % kNumExperts});
+    shares.insert(shares.end(), {0.25f, 0.5f + 0.1f * t});
+  }
+  std::vector<double> wanted(num_tokens * kHidden);
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (int64_t k = 0; k < kChosen; ++k) {
+      const int64_t e = chosen[t * kChosen + k];
+      if (e == kNumExperts) continue;
+      double gated[kMlp];
+      for (int64_t m = 0; m < kMlp; ++m) {
+        double gate = 0, up = 0;
+        const int64_t row = m / kLanes * 2 * kLanes + m % kLanes;
+        for (int64_t i = 0; i < kHidden; ++i) {
+          gate += exact_input[t * kHidden + i] * gate_up[e].weights[row * kHidden + i];
+          up += exact_input[t * kHidden + i] * gate_up[e].weights[(row + kLanes) * kHidden + i];
+        }
+        gated[m] = gate / (1 + std::exp(-gate)) * up;
+      }
+      for (int64_t h = 0; h < kHidden; ++h) {
+        for (int64_t m = 0; m < kMlp; ++m) {
+          wanted[t * kHidden + h] += shares[t * kChosen + k] * gated[m] * down[e].weights[h * kMlp + m];
+        }
+      }
+    }
+  }
+  std::vector<Element> found(num_tokens * kHidden);
+  const Experts experts{gate_up_layers.data(), down_layers.data(), kNumExperts, kHidden, kMlp};
+  const ExpertStep step{input.data(), chosen.data(), shares.data(), found.data(), num_tokens, kChosen, 2};
+  ExpertRun<Type>(experts, step).run();
+  check(difference<Type>(found, wanted) < tolerance<Type>(),
+        "experts of codes " + std::to_string(static_cast<int64_t>(form)) + ", " + type);
 }
 
 template <bool kIsRough>
@@ -301,12 +379,13 @@ void check_type(const std::string& type) {
     for (int64_t inputs : {2, 34, 130}) check_linear<Type>(type, rows, inputs, 70);
   }
   for (int64_t outputs : {1, 16, 31, 32, 33}) check_linear<Type>(type, 6, 64, outputs);
-  for (int64_t bits : {4, 8}) {
+  for (CodeForm form : {CodeForm::kInt4, CodeForm::kInt8, CodeForm::kFloat8}) {
     for (int64_t rows : {1, 5, 13, 100}) {
-      for (int64_t group : {32, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, bits, group);
+      for (int64_t group : {32, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
     }
-    check_quantized_linear<Type>(type, 3, 64, 33, bits, 1024);
-    check_quantized_linear<Type>(type, 2, 2, 1, bits, 128);
+    check_quantized_linear<Type>(type, 3, 64, 33, form, 1024);
+    check_quantized_linear<Type>(type, 2, 2, 1, form, 128);
+    for (int64_t tokens : {1, 9}) check_experts<Type>(type, tokens, form);
   }
   for (int64_t tokens : {1, 13, 33, 70}) {
     for (int64_t dim : {16, 72, 80}) check_dense_attention<Type>(type, tokens, dim);

@@ -1,0 +1,119 @@
+"""The weights of a mixture of experts, whole or as codes, and a module that computes with codes through PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lookonce.model.kernels.quantized_weight import QuantizedWeight, Weight, quantized, whole
+
+# transformers' classes of the activation that our kernel applies to gates.
+_SILU = ("SiLU", "SiLUActivation")
+
+# The weights of an expert: those of gates and of the values that they gate [mlp, hidden], and the last [hidden, mlp].
+Expert = tuple[tuple[Weight, Weight], Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of all experts of a layer, read one by one."""
+
+    num_experts: int
+    hidden_size: int
+    mlp_size: int
+    dtype: torch.dtype
+    # Takes the number of an expert.
+    read: Callable[[int], Expert]
+
+
+class QuantizedExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Takes the place of a module with experts. It computes through PyTorch, slowly; the kernel takes its place."""
+
+    def __init__(self, weights: ExpertWeights, plain: Any) -> None:
+        """`plain` is the module that this replaces; its weights may have been released."""
+        super().__init__()
+        self.weights = weights
+        # In a tuple, so that its parameters are not this module's.
+        self._plain = (plain,)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Takes transformers' arguments: tokens `[T, hidden]`, and numbers and weights of their experts `[T, k]`."""
+        output = torch.zeros_like(hidden_states)
+        for number in top_k_index.unique().tolist():
+            if number >= self.weights.num_experts:
+                continue
+            (gate, up), down = self.weights.read(number)
+            tokens, places = torch.where(top_k_index == number)
+            inputs = hidden_states[tokens]
+            gated = F.silu(F.linear(inputs, whole(gate))) * F.linear(inputs, whole(up))
+            results = F.linear(gated, whole(down)) * top_k_weights[tokens, places, None]
+            output.index_add_(0, tokens, results.to(output.dtype))
+        return output
+
+    def quantized_weights(self) -> Iterator[QuantizedWeight]:
+        """Yields all weights that are codes."""
+        for number in range(self.weights.num_experts):
+            gate_and_up, down = self.weights.read(number)
+            yield from (part for part in (*gate_and_up, down) if isinstance(part, QuantizedWeight))
+
+    def plain(self) -> Any:
+        """Returns the replaced module with whole weights."""
+        (module,) = self._plain
+        experts = [self.weights.read(number) for number in range(self.weights.num_experts)]
+        gate_up = torch.stack([torch.cat([whole(part) for part in gate_and_up]) for gate_and_up, _ in experts])
+        down = torch.stack([whole(last) for _, last in experts])
+        if getattr(module, "is_transposed", False):
+            gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+        module.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
+        module.down_proj = torch.nn.Parameter(down, requires_grad=False)
+        return module
+
+
+def experts_of(module: Any) -> ExpertWeights | None:
+    """Returns the weights of a module whose experts our kernel can compute; None for any other module.
+
+    Such a module has parameters `gate_up_proj` [experts, 2 mlp, hidden] and `down_proj` [experts, hidden, mlp] or their
+    transposes, no biases, and SiLU as its activation, as most of transformers' mixtures of experts.
+    """
+    if isinstance(module, QuantizedExperts):
+        return module.weights
+    gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.ndim == down.ndim == 3):
+        return None
+    if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
+        return None
+    if type(getattr(module, "act_fn", None)).__name__ not in _SILU:
+        return None
+    if getattr(module, "is_transposed", False):
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    num_experts, hidden_size, mlp_size = down.shape
+    if gate_up.shape != (num_experts, 2 * mlp_size, hidden_size):
+        return None
+
+    def read(number: int) -> Expert:
+        gate, up = gate_up[number].chunk(2)
+        return (gate, up), down[number]
+
+    return ExpertWeights(num_experts, hidden_size, mlp_size, down.dtype, read)
+
+
+def quantized_experts(module: Any, bits: int) -> QuantizedExperts | None:
+    """Rounds the weights of all experts to 4 or 8 bits, as `quantized` does, and releases them.
+
+    Returns None for a module that `experts_of` does not know, or with an odd size.
+    """
+    weights = experts_of(module)
+    if weights is None or weights.hidden_size % 2 or weights.mlp_size % 2:
+        return None
+    experts = []
+    for number in range(weights.num_experts):
+        (gate, up), down = weights.read(number)
+        experts.append(((quantized(gate, bits), quantized(up, bits)), quantized(down, bits)))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, None)
+    return QuantizedExperts(replace(weights, read=experts.__getitem__), module)

@@ -1,0 +1,1 @@
+"""Model folders whose weights are stored as codes: compressed-tensors, GPTQ, AWQ and FP8."""

@@ -1,0 +1,185 @@
+"""Experts by our kernel: their results are those of transformers' modules, in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.aria.configuration_aria import AriaTextConfig
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+
+from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend
+from decoder_svc.runner.cpu.native_experts import NativeExperts, replace_experts
+from lookonce.model.kernels.native_library import load_library
+from lookonce.model.kernels.quantized_experts import (
+    Expert,
+    ExpertWeights,
+    QuantizedExperts,
+    experts_of,
+    quantized_experts,
+)
+from lookonce.model.kernels.quantized_weight import QuantizedWeight, quantized, whole
+
+pytestmark = pytest.mark.usefixtures("library")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def backend() -> NativeBackend:
+    return NativeBackend(load_library(SOURCES), 2)
+
+
+def module(
+    hidden: int, mlp: int, num_experts: int, dtype: torch.dtype = torch.float32, *, turned: bool = False
+) -> torch.nn.Module:
+    """Returns transformers' module with random weights; Aria's has inputs first."""
+    sizes = {"hidden_size": hidden, "num_attention_heads": 1, "num_key_value_heads": 1}
+    if turned:
+        made = AriaExperts(AriaTextConfig(**sizes, intermediate_size=mlp, moe_num_experts=num_experts))
+    else:
+        made = Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**sizes, moe_intermediate_size=mlp, num_experts=num_experts))
+    made.config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * hidden**-0.5).to(dtype)
+    return made.requires_grad_(False)
+
+
+def native(made: torch.nn.Module) -> NativeExperts:
+    weights = experts_of(made)
+    assert weights is not None
+    return NativeExperts(weights, backend())
+
+
+def tokens(
+    num_tokens: int, hidden: int, num_experts: int, num_chosen: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns random inputs, numbers of experts and their shares."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(num_chosen).indices
+    shares = torch.rand(num_tokens, num_chosen, generator=generator)
+    return torch.randn(num_tokens, hidden, generator=generator), chosen, shares
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    hidden=st.integers(1, 5).map(lambda size: 16 * size),
+    mlp=st.integers(1, 50),
+    num_experts=st.integers(1, 9),
+    num_tokens=st.integers(0, 40),
+    data=st.data(),
+)
+def test_results_are_those_of_transformers(
+    hidden: int, mlp: int, num_experts: int, num_tokens: int, data: st.DataObject
+) -> None:
+    made = module(hidden, mlp, num_experts, turned=data.draw(st.booleans()))
+    given_tokens = tokens(num_tokens, hidden, num_experts, data.draw(st.integers(1, num_experts)), num_tokens)
+    torch.testing.assert_close(native(made)(*given_tokens), made(*given_tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_many_tokens_of_one_expert_are_computed_in_parts() -> None:
+    made = module(64, 48, 3)
+    inputs, _, shares = tokens(500, 64, 3, 1)
+    chosen = torch.zeros(500, 1, dtype=torch.int64)
+    torch.testing.assert_close(native(made)(inputs, chosen, shares), made(inputs, chosen, shares), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_behind_the_last_expert_are_left_out() -> None:
+    made = module(32, 32, 4)
+    inputs, chosen, shares = tokens(6, 32, 4, 2)
+    chosen[2] = 4
+    chosen[4, 1] = 4
+    found = native(made)(inputs, chosen, shares)
+    torch.testing.assert_close(found, made(inputs, chosen, shares), rtol=1e-4, atol=1e-5)
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_is_bit_equal_alone_and_in_a_batch(bits: int | None, dtype: torch.dtype) -> None:
+    made = module(128, 96, 8, dtype)
+    experts = native(made if bits is None else rounded(made, bits))
+    inputs, chosen, shares = tokens(300, 128, 8, 3)
+    together = experts(inputs.to(dtype), chosen, shares)
+    for index in (0, 17, 299):
+        one = slice(index, index + 1)
+        assert torch.equal(experts(inputs[one].to(dtype), chosen[one], shares[one]), together[one])
+
+
+def rounded(made: torch.nn.Module, bits: int) -> QuantizedExperts:
+    found = quantized_experts(made, bits)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_experts_have_the_results_of_whole_ones_with_the_same_weights(bits: int, turned: bool) -> None:
+    experts = rounded(module(128, 96, 6, turned=turned), bits)
+    given_tokens = tokens(20, 128, 6, 2)
+    expected = experts.plain()(*given_tokens)
+    torch.testing.assert_close(experts(*given_tokens), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(native(experts)(*given_tokens), expected, rtol=1e-4, atol=1e-5)
+    exact = module(128, 96, 6, turned=turned)(*given_tokens)
+    assert 1e-3 < (expected - exact).norm() / exact.norm() < 0.3, "else the weights were not rounded, or are others"
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_bfloat16_is_near_float32(bits: int | None) -> None:
+    made = module(128, 96, 6, torch.bfloat16)
+    experts = native(made if bits is None else rounded(made, bits))
+    weights = experts_of(module(128, 96, 6, torch.bfloat16))
+    assert weights is not None
+    inputs, chosen, shares = tokens(50, 128, 6, 2)
+    inputs = inputs.bfloat16()
+    wanted = torch.zeros(50, 128)
+    for token, (numbers, parts) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+        for number, share in zip(numbers, parts, strict=True):
+            gate, up, down = (whole(part).float() for part in flat(stored(weights.read(number), bits)))
+            row = inputs[token].float()
+            wanted[token] += share * (torch.nn.functional.silu(row @ gate.T) * (row @ up.T)) @ down.T
+    found = experts(inputs, chosen, shares).float()
+    assert (found - wanted).norm() < 1e-2 * wanted.norm()
+
+
+def flat(expert: Expert) -> tuple[Tensor | QuantizedWeight, ...]:
+    (gate, up), down = expert
+    return gate, up, down
+
+
+def stored(expert: Expert, bits: int | None) -> Expert:
+    if bits is None:
+        return expert
+    gate, up, down = (quantized(whole(part), bits) for part in flat(expert))
+    return (gate, up), down
+
+
+def test_experts_that_differ_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    class Others(Qwen3VLMoeTextExperts):  # type: ignore[misc]  # transformers is untyped here
+        def forward(self, *given: Tensor) -> Tensor:
+            result: Tensor = super().forward(*given) + 1
+            return result
+
+    made = torch.nn.Sequential(module(32, 32, 4))
+    made[0].__class__ = Others
+    assert replace_experts(made, backend()) == 0
+    assert isinstance(made[0], Others)
+    assert "experts stay as they are" in caplog.text
+
+
+def test_other_modules_are_no_experts() -> None:
+    weights = experts_of(module(32, 32, 4))
+    assert weights is not None
+    assert isinstance(replace(weights, num_experts=3), ExpertWeights)
+    others = [module(32, 32, 4) for _ in range(4)]
+    others[0].act_fn = torch.nn.GELU()
+    others[1].bias = torch.nn.Parameter(torch.zeros(3))
+    others[2].down_proj = torch.nn.Parameter(torch.zeros(4, 32, 16))
+    others[3].gate_up_proj = None
+    assert [experts_of(other) for other in (*others, torch.nn.Linear(4, 4))] == [None] * 5
