@@ -68,9 +68,10 @@ class StepDriver:
         """Fills the KV cache with random numbers, which runs with `num_cached` then read."""
         backend = self.runner.backend
         assert isinstance(backend, PagedBackend), "the backend's pools are private"
-        for keys, values in backend.pools:
-            keys.normal_()
-            values.normal_()
+        for layer in range(self.runner.get_kv_cache_spec().num_layers):
+            pools = backend.pools_of(layer)
+            pools.keys.normal_()
+            pools.values.normal_()
 
     def run(
         self,

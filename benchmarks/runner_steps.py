@@ -77,10 +77,11 @@ class RunnerSteps:
         max_tokens: int,
         adapters: Sequence[AdapterFolder] = (),
         quantize_bits: int | None = None,
+        rounds_kv_cache: bool = False,
     ) -> None:
         """`max_tokens` bounds a sequence's context and what is decoded.
 
-        Our runner has the adapters, and rounds weights to `quantize_bits`.
+        Our runner has the adapters, rounds weights to `quantize_bits`, and keys and values if `rounds_kv_cache`.
         """
         self._dtype = dtype
         family = load_family(ModelFolder.open(folder), load_pretrained(folder))
@@ -92,7 +93,9 @@ class RunnerSteps:
             # A step reads one row of the embedding table per token, unless the table is the head as well.
             if "embed_tokens" not in name or modules.model.config.get_text_config().tie_word_embeddings
         )
-        own = dataclasses.replace(config, adapters=tuple(adapters) or None, quantize_bits=quantize_bits)
+        own = dataclasses.replace(
+            config, adapters=tuple(adapters) or None, quantize_bits=quantize_bits, rounds_kv_cache=rounds_kv_cache
+        )
         self.ours = CPUModelRunner(own, family)
         self._runners = {"modules": modules, "ours": self.ours}
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
@@ -102,7 +105,7 @@ class RunnerSteps:
             # An unwritten pool is one zero page, which stays in the processor cache; write it to get real memory.
             for pools in runner.backend.allocate(runner.get_kv_cache_spec(), num_blocks + 1, 1, runner.device):
                 for pool in pools:
-                    pool.fill_(0.5)
+                    pool.fill_(0.5 if pool.is_floating_point() else 1)
         self._source = torch.ones(COPIED_BYTES // 4, dtype=torch.float32)
 
     def measure(self, batch: int, context: int, num_rounds: int, num_steps: int) -> StepCell:

@@ -209,6 +209,7 @@ def _loaded(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         use_graphs=settings.graphs,
         quantize_bits=_QUANTIZE_BITS[settings.quantize],
+        rounds_kv_cache=settings.kv_cache_dtype == "int8",
         adapters=open_adapters(settings.adapters) if settings.adapters or settings.adapters_folder else None,
     )
     runner = runner_class(device.platform)(config, family)

@@ -65,6 +65,12 @@ class DecoderSettings(ServiceSettings):
             "Default: the device's; 0.5 on CPUs and CUDA devices."
         ),
     )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="int8: keys and values are rounded to 8 bits in the KV cache, with a scale for each head and "
+        "token: 1.9 times as many tokens fit in it as in bfloat16, and answers change a little. auto: they have the "
+        "model's type.",
+    )
     max_context_tokens: int | None = Field(
         None, ge=2, description="Longest prompt plus completion, tokens. Default: the model's limit."
     )

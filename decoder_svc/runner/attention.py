@@ -22,6 +22,8 @@ from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 PAGED_ATTENTION = "lookonce_paged"
+# Bytes of the scale of a rounded key or value.
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class KVCacheSpec:
     block_slots: int | None = None
     # Layers without keys and values (runner/recurrent).
     recurrent_layers: frozenset[int] = frozenset()
+    # Keys and values are codes of 8 bits, with a float32 scale for each head and token.
+    is_rounded: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -61,7 +65,8 @@ class KVCacheSpec:
 
     @property
     def _layer_block_bytes(self) -> int:
-        return 2 * (self.block_slots or self.block_size) * self.num_kv_heads * self.head_dim * int(self.dtype.itemsize)
+        head_bytes = self.head_dim + SCALE_BYTES if self.is_rounded else self.head_dim * int(self.dtype.itemsize)
+        return 2 * (self.block_slots or self.block_size) * self.num_kv_heads * head_bytes
 
 
 def layers_with_window(text: Any) -> frozenset[int]:
@@ -129,6 +134,8 @@ class AttentionBackend(Protocol):
     # True: `forward` reads only `AttentionMetadata.paged` and no tensor value on the host, so a decode step can be
     # recorded as a graph.
     reads_tensors: bool
+    # Whether pools can hold rounded keys and values (`KVCacheSpec.is_rounded`).
+    can_round: bool
 
     def block_slots(self, block_size: int) -> int:
         """Returns the slots that a block of `block_size` tokens takes in a pool."""
@@ -162,6 +169,7 @@ class SdpaBackend:
 
     name = "sdpa"
     reads_tensors = False
+    can_round = False
 
     def __init__(self) -> None:
         self._pools: list[tuple[Tensor, Tensor]] = []

@@ -81,6 +81,8 @@ class RunnerConfig:
     use_graphs: bool = True
     # Bits, 4 or 8, to which weights of linear layers are rounded while loading. None: they stay as they are.
     quantize_bits: int | None = None
+    # Whether keys and values are rounded to 8 bits in the KV cache.
+    rounds_kv_cache: bool = False
     # LoRA adapters of the language model, which requests choose from. None: none, and none will be loaded.
     adapters: tuple[AdapterFolder, ...] | None = None
 
@@ -116,6 +118,11 @@ class ModelRunnerBase(ABC):
         register_paged_attention()
         self.sampler: TokenSampler = Sampler(self.transfer.move, self.transfer.fetch)
         self.load_model()
+        if config.rounds_kv_cache and not self.backend.can_round:
+            raise ConfigurationError(
+                f"kv_cache_dtype int8 is not offered by the attention backend {self.backend.name}, but by our own "
+                "kernels; leave it out"
+            )
         # None: the model has no recurrent layers.
         self.recurrent = self._install_recurrent_layers()
         self._load_adapters()
@@ -228,6 +235,7 @@ class ModelRunnerBase(ABC):
             window=text.sliding_window if sliding_layers else None,
             block_slots=self.backend.block_slots(self.config.block_size),
             recurrent_layers=recurrent_layers(text),
+            is_rounded=self.config.rounds_kv_cache,
         )
 
     def initialize_kv_cache(self, num_blocks: int, num_sliding_blocks: int = 0, num_snapshots: int = 0) -> None:

@@ -16,7 +16,8 @@ _ENCODER = frozenset({
 _DECODER = frozenset({
     "adapters", "adapters_folder", "block_size", "default_max_tokens", "default_timeout_s", "encoder_cache_rows",
     "encoder_target", "encoder_tls_ca", "encoder_tls_cert", "encoder_tls_key", "encoder_token_file", "engine",
-    "graphs", "kv_cache_memory_bytes", "kv_cache_memory_share", "max_context_tokens", "max_images_per_prompt",
+    "graphs", "kv_cache_dtype", "kv_cache_memory_bytes", "kv_cache_memory_share", "max_context_tokens",
+    "max_images_per_prompt",
     "max_logprobs", "max_num_batched_tokens", "max_num_seqs", "max_step_s", "max_stop_strings",
     "max_video_frames_per_prompt", "max_waiting_requests", "num_kv_blocks", "overlap_encode", "prefix_cache",
     "quantize", "speculative_ngram_max", "speculative_ngram_min", "speculative_tokens",

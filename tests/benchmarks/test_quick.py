@@ -227,6 +227,13 @@ def test_quantized_speed(quick: Any) -> None:
     assert cell["weight_bytes"]["float8"] < cell["weight_bytes"]["whole"]
 
 
+def test_rounded_cache(quick: Any) -> None:
+    (cell,) = quick("rounded_cache")["cells"]
+    assert (cell["batch"], cell["context"]) == (3, 40)
+    assert cell["rounded_bytes"] / cell["whole_bytes"] == (32 + 4) / (32 * 4)
+    assert min(cell["whole_s"] + cell["rounded_s"]) > 0
+
+
 def test_expert_speed(quick: Any) -> None:
     (cell,) = quick("expert_speed")["cells"]
     assert cell["num_tokens"] == 3

@@ -13,7 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from decoder_svc.runner.attention import (
+    SCALE_BYTES,
+    AttentionBackend,
+    AttentionMetadata,
+    KVCacheSpec,
+    LayerOptions,
+    SdpaBackend,
+)
 from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
@@ -86,6 +93,7 @@ class NativeBackend:
 
     name = "native"
     reads_tensors = False
+    can_round = True
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         """Call only if `unsupported_reason` returned None."""
@@ -107,17 +115,25 @@ class NativeBackend:
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """Makes pools `[blocks, kv_heads, block_slots, head_dim]`, laid out as in native/step.h."""
+        """Makes pools `[blocks, kv_heads, block_slots, head_dim]`, laid out as in native/step.h.
+
+        Rounded pools are int8, with four more bytes per slot for its scale.
+        """
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
         self._sizes = PoolSizes(spec.block_size, num_blocks, num_sliding_blocks)
         slots = self.block_slots(spec.block_size)
         self._heads = Heads(
-            num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=spec.block_size, block_slots=slots
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            block_slots=slots,
+            is_rounded=spec.is_rounded,
         )
+        dtype, slot_size = (torch.int8, spec.head_dim + SCALE_BYTES) if spec.is_rounded else (spec.dtype, spec.head_dim)
 
         def pool(layer: int) -> Tensor:
             blocks = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks)
-            return pool_zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), spec.dtype)
+            return pool_zeros((blocks, spec.num_kv_heads, slots, slot_size), dtype)
 
         self._tensors = []
         self._tensors = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]

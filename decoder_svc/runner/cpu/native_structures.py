@@ -48,6 +48,7 @@ class Heads(ctypes.Structure):
         ("head_dim", _INTEGER),
         ("block_size", _INTEGER),
         ("block_slots", _INTEGER),
+        ("is_rounded", _INTEGER),
     )
 
 

@@ -23,9 +23,13 @@ logger = logging.getLogger(__name__)
 
 # Accepted differences through rounding in the element type, for values around 1.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# (cached tokens, new tokens) per sequence in the trial steps: one step with a chunk, one with single tokens only.
+# The same where keys and values are rounded to 8 bits.
+_ROUNDED_TOLERANCE = 0.15
+# (cached tokens, new tokens) per sequence in the trial steps: one step with a chunk, one with single tokens only, and
+# one without cached tokens.
 _TRIAL_CHUNKS = ((5, 20), (40, 1), (0, 1))
 _TRIAL_DECODES = ((37, 1), (40, 1), (0, 1))
+_TRIAL_PROMPTS = ((0, 20), (0, 33), (0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class AttentionNeeds:
     num_processors: int
     # Shared memory that a program can have.
     shared_bytes: int
+    # Whether keys and values are rounded in the pools.
+    is_rounded: bool = False
 
 
 class _UnfitError(Exception):
@@ -76,6 +82,8 @@ def _reason_text(reasons: list[str]) -> str:
 
 
 def _flash(needs: AttentionNeeds) -> PagedBackend:
+    if needs.is_rounded:
+        raise _UnfitError("flash-attn does not read keys and values of 8 bits")
     try:
         functions = load_flash_functions()
     except (ImportError, AttributeError) as error:
@@ -103,14 +111,17 @@ def _triton(needs: AttentionNeeds) -> PagedBackend:
 
 def _check_on_trial(backend: PagedBackend, needs: AttentionNeeds) -> None:
     """Raises _UnfitError if the backend fails on a small step or its results differ from PyTorch's."""
-    for chunks in (_TRIAL_CHUNKS, _TRIAL_DECODES):
+    # Only new tokens are rounded in a trial.
+    trials = (_TRIAL_PROMPTS,) if needs.is_rounded else (_TRIAL_CHUNKS, _TRIAL_DECODES)
+    tolerance = _ROUNDED_TOLERANCE if needs.is_rounded else _TOLERANCES[needs.dtype]
+    for chunks in trials:
         try:
             difference = _difference(backend, needs, chunks)
         except Exception as error:  # compilers and drivers raise many types
             logger.debug("attention backend %s failed its trial", backend.name, exc_info=True)
             raise _UnfitError(f"{backend.name} fails on this device ({type(error).__name__})") from error
         # Written with `not` so that NaN fails.
-        if not difference < _TOLERANCES[needs.dtype]:
+        if not difference < tolerance:
             raise _UnfitError(f"{backend.name} differs from PyTorch by {difference:.2g} on this device")
 
 
@@ -122,6 +133,7 @@ def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tupl
         head_dim=needs.head_dim,
         dtype=needs.dtype,
         block_size=needs.block_size,
+        is_rounded=needs.is_rounded,
     )
     trial = AttentionTrial(spec, needs.num_heads, chunks, needs.device)
     one, other = (trial.prepared(each)().float() for each in (SdpaBackend(), backend))

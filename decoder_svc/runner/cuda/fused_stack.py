@@ -142,7 +142,7 @@ class _FusedLayer(torch.nn.Module):  # type: ignore[misc]
         if self.query_norm is not None:
             norms = HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.variance_epsilon)
         group = backend.blocks_of(self._index, step, self._options)
-        pools = backend.pools[self._index]
+        pools = backend.pools_of(self._index)
         query = rotate_write(self.query_key_value(normed), angles, group.slot_mapping, pools, norms)
         attended = backend.attend_paged(self._index, query, group, step, self._options)
         delta = self.attended(attended.flatten(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,10 +11,28 @@ from decoder_svc.runner.attention import AttentionMetadata, LayerOptions, SdpaBa
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPools:
+    """The pools of one layer."""
+
+    # [blocks, block_size, kv_heads, head_dim]; int8 if they are rounded.
+    keys: Tensor
+    values: Tensor
+    # [blocks, block_size, kv_heads], float32, of rounded pools; else the pools themselves.
+    key_scales: Tensor
+    value_scales: Tensor
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether keys and values are codes with scales."""
+        return self.key_scales is not self.keys
+
+
 class PagedBackend(SdpaBackend):
     """Writes keys and values to the pools; subclasses attend over them."""
 
     reads_tensors = True
+    can_round = False
 
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
@@ -22,9 +41,12 @@ class PagedBackend(SdpaBackend):
         step = metadata.paged
         assert step is not None, "the metadata was built without `paged`, which this backend reads"
         group = self.blocks_of(layer, step, options)
-        for pool, new in zip(self._pools[layer], (key, value), strict=True):
-            pool.flatten(0, 1).index_copy_(0, group.slot_mapping, new)
+        self._write(layer, key, value, group.slot_mapping)
         return self.attend_paged(layer, query, group, step, options)
+
+    def _write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        for pool, new in zip(self._pools[layer], (key, value), strict=True):
+            pool.flatten(0, 1).index_copy_(0, slots, new)
 
     def share_pools(self, other: PagedBackend) -> None:
         """Uses the pools of another backend, to attend over keys and values that it writes."""
@@ -36,10 +58,10 @@ class PagedBackend(SdpaBackend):
     ) -> Tensor:
         """Attends after keys and values have been written to the pools; `group` is the layer's group."""
 
-    @property
-    def pools(self) -> list[tuple[Tensor, Tensor]]:
-        """The pools of keys and values, one pair per layer, `[blocks, block_size, kv_heads, head_dim]` each."""
-        return self._pools
+    def pools_of(self, layer: int) -> LayerPools:
+        """Returns the pools of a layer."""
+        keys, values = self._pools[layer]
+        return LayerPools(keys, values, keys, values)
 
     def blocks_of(self, layer: int, step: PagedStep, options: LayerOptions) -> PagedBlocks:
         """Returns the blocks of the group that the layer belongs to."""

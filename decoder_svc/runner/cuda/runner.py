@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import logging
@@ -77,13 +78,16 @@ class GPUModelRunner(ModelRunnerBase):
             capability=(self.properties.major, self.properties.minor),
             num_processors=self.properties.multi_processor_count,
             shared_bytes=self.properties.shared_memory_per_block_optin,
+            is_rounded=self.config.rounds_kv_cache,
         )
         self.backend = cuda_attention(needs)
         if self.adapters is not None:
             text_model = getattr(self.model.model, text_child(self.model))
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
         elif isinstance(self.backend, PagedBackend):
-            spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
+            # Rounded keys would differ by more than mistakes do.
+            spec = dataclasses.replace(self.get_kv_cache_spec(), is_rounded=False)
+            num_axes = self.family.num_position_axes
             install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
         vocab = len(self.model.get_output_embeddings().weight)
         penalties = DevicePenalties(

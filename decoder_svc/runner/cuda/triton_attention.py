@@ -17,16 +17,17 @@ Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decoder_svc.runner.attention import LayerOptions
+from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
 from decoder_svc.runner.cuda.kernel_steps import MAX_NARROW_TOKENS
-from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.cuda.paged_backend import LayerPools, PagedBackend
+from decoder_svc.runner.cuda.triton_rounding import write_rounded
 from decoder_svc.runner.cuda.triton_splits import (
     StepShape,
     divided,
@@ -88,11 +89,11 @@ def _blocks_at(table, slot, end, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def _walk(
-    queries, start, stop, begin, end, first_key, keys, values, table, scale, softcap,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    queries, start, stop, begin, end, first_key, keys, values, key_scales, value_scales, table, scale, softcap,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Walks over the keys [begin, end).
+    """Walks over the keys [begin, end) of one head.
 
     Returns per row the weighted sum of values, the sum of weights and the maximum score, to which both are relative.
     """
@@ -106,11 +107,14 @@ def _walk(
         key = first + tl.arange(0, NUM_KEYS)
         is_key = key < end
         slot = key - first_key
-        place = ((block * BLOCK_SIZE + slot % BLOCK_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
+        slot_place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * NUM_KV_HEADS
+        place = (slot_place * HEAD_DIM)[:, None] + dims[None, :]
         block = _blocks_at(table, first + NUM_KEYS - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
         is_value = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        tile = tl.load(keys + place, mask=is_value, other=0.0)
+        tile = tl.load(keys + place, mask=is_value, other=0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
+        if IS_ROUNDED:
+            scores = scores * tl.load(key_scales + slot_place, mask=is_key, other=0.0)[None, :]
         if HAS_SOFTCAP:
             # softcap · tanh(score / softcap), written with exp(-2|x|), which cannot overflow.
             power = tl.exp(-2 * tl.abs(scores) / softcap)
@@ -122,9 +126,11 @@ def _walk(
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp(scores - shift[:, None])
         kept = tl.exp(largest - shift)
-        tile = tl.load(values + place, mask=is_value, other=0.0)
-        sums = sums * kept[:, None] + tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
         total = total * kept + tl.sum(weights, 1)
+        tile = tl.load(values + place, mask=is_value, other=0).to(queries.dtype)
+        if IS_ROUNDED:
+            weights = weights * tl.load(value_scales + slot_place, mask=is_key, other=0.0)[None, :]
+        sums = sums * kept[:, None] + tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
         largest = larger
     return sums, total, largest
 
@@ -132,13 +138,13 @@ def _walk(
 # These numbers differ between steps. A variant for 1 and for multiples of 16 would be compiled while serving.
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "window", "wanted_each"])
 def _attend(
-    query, keys, values, output, partial_sums, partial_stats,
+    query, keys, values, key_scales, value_scales, output, partial_sums, partial_stats,
     block_table, first_keys, query_starts, kv_lens, mutual_starts, mutual_stops,
     table_stride, num_sequences, wanted_each, scale, softcap, window,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, PADDED_SEQUENCES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr,
+    HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Computes every n-th piece of work. All tensors but the block table are contiguous."""
     tokens_each: tl.constexpr = NUM_ROWS // NUM_GROUPS
@@ -178,8 +184,9 @@ def _attend(
         queries = tl.load(query + place, mask=is_stored, other=0.0)
         sums, total, largest = _walk(
             queries, start, stop, begin, end, first_key, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+            key_scales + kv_head, value_scales + kv_head,
             block_table + sequence.to(tl.int64) * table_stride, scale, softcap,
-            NUM_ROWS, NUM_KEYS, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
+            NUM_ROWS, NUM_KEYS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP, IS_ROUNDED,
         )  # fmt: skip
         if num_parts == 1:
             # Padding rows have a total of 0.
@@ -201,24 +208,57 @@ class TritonBackend(PagedBackend):
     """Attention by our Triton kernels; serves every layer of every step."""
 
     name = "triton"
+    can_round = True
 
     def __init__(self, num_processors: int, shared_bytes: int = LEAST_SHARED_BYTES) -> None:
         """The device's number of streaming multiprocessors, and the shared memory that a program can have."""
         super().__init__()
         self._num_processors = num_processors
         self._shared_bytes = shared_bytes
+        # Scales of keys and of values by layer; empty if the pools are not rounded.
+        self._scales: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(
+        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Makes pools `[blocks, block_size, kv_heads, head_dim]`; rounded ones are int8, with scales beside them."""
+        self._scales = []
+        pools = super().allocate(
+            replace(spec, dtype=torch.int8) if spec.is_rounded else spec, num_blocks, num_sliding_blocks, device
+        )
+        if spec.is_rounded:
+            self._scales = [
+                (torch.zeros(keys.shape[:3], device=device), torch.zeros(keys.shape[:3], device=device))
+                for keys, _ in pools
+            ]
+        return pools
+
+    def pools_of(self, layer: int) -> LayerPools:
+        """Returns the pools of a layer, with their scales."""
+        return LayerPools(*self._pools[layer], *self._scales[layer]) if self._scales else super().pools_of(layer)
+
+    def share_pools(self, other: PagedBackend) -> None:
+        """Uses the pools of another backend, which are not rounded."""
+        super().share_pools(other)
+        self._scales = []
+
+    def _write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        if self._scales:
+            write_rounded(key, value, slots, self.pools_of(layer))
+        else:
+            super()._write(layer, key, value, slots)
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """Implements PagedBackend.attend_paged: one kernel, and a second one to join parts."""
-        keys, values = self._pools[layer]
+        pools = self.pools_of(layer)
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads = keys.shape[2]
+        num_kv_heads = pools.keys.shape[2]
         num_groups = num_heads // num_kv_heads
         padded_dim = max(_MIN_TILE, triton.next_power_of_2(head_dim))
         num_counted = 1 if step.max_query_len == 1 else num_tokens
-        tile = tile_of(padded_dim * keys.element_size(), num_groups, num_counted, self._shared_bytes)
+        tile = tile_of(padded_dim * query.element_size(), num_groups, num_counted, self._shared_bytes)
         num_rows = tile.num_rows
         num_sequences = len(step.kv_lens)
         shape = StepShape(
@@ -243,15 +283,15 @@ class TritonBackend(PagedBackend):
         }  # fmt: skip
         mutual = step.mutual
         _attend[(grid.num_programs,)](
-            query, keys, values, output, sums, stats,
+            query, pools.keys, pools.values, pools.key_scales, pools.value_scales, output, sums, stats,
             group.block_table, group.first_keys, step.query_starts, step.kv_lens,
             step.kv_lens if mutual is None else mutual.starts, step.kv_lens if mutual is None else mutual.stops,
             group.block_table.stride(0), num_sequences, grid.wanted_each,
             options.scale, options.softcap or 0.0, options.window or 0,
-            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=keys.shape[1],
+            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=pools.keys.shape[1],
             NUM_ROWS=num_rows, NUM_KEYS=tile.num_keys, HAS_SOFTCAP=options.softcap is not None,
             HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
-            num_stages=tile.num_stages, **shared,
+            IS_ROUNDED=pools.is_rounded, num_stages=tile.num_stages, **shared,
         )  # fmt: skip
         if grid.num_joining:
             join[(grid.num_joining,)](

@@ -1,6 +1,7 @@
 """A Triton kernel of Llama-like layers: rotates queries and keys, and writes keys and values to their blocks.
 
-It rounds to the element type where transformers' modules do, so that results agree to the last few bits.
+It rounds to the element type where transformers' modules do, so that results agree to the last few bits. Rounded pools
+get codes of 8 bits with a scale for each head.
 
 Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -16,6 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from decoder_svc.runner.cuda.paged_backend import LayerPools
+from decoder_svc.runner.cuda.triton_rounding import codes_of, scale_of
 
 
 @triton.jit
@@ -41,10 +45,24 @@ def _turned(one, other, cosine, sine, SIGN: tl.constexpr):
 
 
 @triton.jit
+def _write_head(pool, scales, place, first, second, columns, is_column, HALF: tl.constexpr, IS_ROUNDED: tl.constexpr):
+    """Writes one head's key or value, given in halves, to its place in a pool: its elements, or codes and a scale."""
+    target = pool + place * 2 * HALF + columns
+    if IS_ROUNDED:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        one, other = tl.abs(first), tl.abs(second)
+        scale, factor = scale_of(tl.maximum(tl.max(one, 0), tl.max(other, 0)), tl.sum(one, 0) + tl.sum(other, 0))
+        tl.store(scales + place, scale)
+        first, second = codes_of(first, factor), codes_of(second, factor)
+    tl.store(target, first, mask=is_column)
+    tl.store(target + HALF, second, mask=is_column)
+
+
+@triton.jit
 def _rotate_write(
-    merged, cosines, sines, slots, query_norm, key_norm, query, keys, values, epsilon,
+    merged, cosines, sines, slots, query_norm, key_norm, query, keys, values, key_scales, value_scales, epsilon,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
+    HAS_NORMS: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Rotates queries and keys; writes keys and values to the pools. Grid: tokens, heads of all three."""
     token = tl.program_id(0).to(tl.int64)
@@ -55,17 +73,14 @@ def _rotate_write(
     source = merged + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * head_dim + columns
     first = tl.load(source, mask=is_column, other=0.0)
     second = tl.load(source + HALF, mask=is_column, other=0.0)
-    slot = tl.load(slots + token) * NUM_KV_HEADS
+    place = tl.load(slots + token) * NUM_KV_HEADS + head - NUM_HEADS
     if head >= NUM_HEADS + NUM_KV_HEADS:
-        target = values + (slot + head - NUM_HEADS - NUM_KV_HEADS) * head_dim + columns
+        _write_head(values, value_scales, place - NUM_KV_HEADS, first, second, columns, is_column, HALF, IS_ROUNDED)
     else:
-        if head >= NUM_HEADS:
-            target = keys + (slot + head - NUM_HEADS) * head_dim + columns
-            if HAS_NORMS:
+        if HAS_NORMS:
+            if head >= NUM_HEADS:
                 first, second = _head_norm(first, second, key_norm, columns, is_column, epsilon, HALF)
-        else:
-            target = query + (token * NUM_HEADS + head) * head_dim + columns
-            if HAS_NORMS:
+            else:
                 first, second = _head_norm(first, second, query_norm, columns, is_column, epsilon, HALF)
         angles = token * head_dim + columns
         turned = _turned(
@@ -76,9 +91,12 @@ def _rotate_write(
             second, first, tl.load(cosines + HALF + angles, mask=is_column, other=0.0),
             tl.load(sines + HALF + angles, mask=is_column, other=0.0), 1,
         )  # fmt: skip
-        first = turned
-    tl.store(target, first, mask=is_column)
-    tl.store(target + HALF, second, mask=is_column)
+        if head >= NUM_HEADS:
+            _write_head(keys, key_scales, place, turned, second, columns, is_column, HALF, IS_ROUNDED)
+        else:
+            target = query + (token * NUM_HEADS + head) * head_dim + columns
+            tl.store(target, turned, mask=is_column)
+            tl.store(target + HALF, second, mask=is_column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +110,22 @@ class HeadNorms:
 
 
 def rotate_write(
-    merged: Tensor, angles: tuple[Tensor, Tensor], slots: Tensor, pools: tuple[Tensor, Tensor], norms: HeadNorms | None
+    merged: Tensor, angles: tuple[Tensor, Tensor], slots: Tensor, pools: LayerPools, norms: HeadNorms | None
 ) -> Tensor:
     """Writes rotated keys, and values, to their slots in the pools; returns rotated queries `[num_tokens, heads, dim]`.
 
     `merged` are queries, keys and values of all heads, `[num_tokens, (heads + 2 · key heads) · dim]`. `angles` are
     cosines and sines, `[num_tokens, dim]` each. All tensors are contiguous.
     """
-    keys, values = pools
-    num_kv_heads, head_dim = keys.shape[2:]
+    num_kv_heads, head_dim = pools.keys.shape[2:]
     num_tokens = len(merged)
     num_heads = merged.shape[1] // head_dim - 2 * num_kv_heads
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=merged.dtype, device=merged.device)
     _rotate_write[(num_tokens, num_heads + 2 * num_kv_heads)](
         merged, *angles, slots, merged if norms is None else norms.query, merged if norms is None else norms.key,
-        query, keys, values, 0.0 if norms is None else norms.epsilon,
+        query, pools.keys, pools.values, pools.key_scales, pools.value_scales, 0.0 if norms is None else norms.epsilon,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
         PADDED_HALF=triton.next_power_of_2(head_dim // 2), HAS_NORMS=norms is not None,
+        IS_ROUNDED=pools.is_rounded,
     )  # fmt: skip
     return query

@@ -171,6 +171,10 @@ class Attention {
     std::vector<float> total;      // Memory of Sums: of all pieces so far, and of the current piece.
     std::vector<float> piece;
     std::vector<Sight> sights;  // [tokens]
+    // Of the current tile, if keys and values are rounded: scales by column, and expanded keys and values.
+    float key_scales[kTileKeys] = {};
+    float value_scales[kTileKeys] = {};
+    std::vector<typename Type::Element> expanded;
   };
 
   Sums sums_in(float* memory, int64_t num_rows) const {
@@ -237,8 +241,12 @@ class Attention {
     std::fill(piece.largest, piece.largest + num_rows, -INFINITY);
     std::fill(piece.weights, piece.weights + num_rows, 0.0f);
     for (int64_t tile = first_key / kTileKeys * kTileKeys; tile < stop_key; tile += kTileKeys) {
-      const KeyTile keys(*this, item, tile, std::max(first_key, tile), std::min(stop_key, tile + kTileKeys));
-      const KeyTile next = following(item, tile);
+      KeyTile keys(*this, item, tile, std::max(first_key, tile), std::min(stop_key, tile + kTileKeys));
+      KeyTile next = following(item, tile);
+      if (heads_.is_rounded) {
+        expand(keys, next, space);
+        next.num_groups = 0;
+      }
       score(keys, next, num_rows, space);
       for (int64_t row = 0; row < num_rows; ++row) {
         weigh(space.sights[row / rows_per_token_], tile, row, space, piece);
@@ -277,11 +285,9 @@ class Attention {
       const int64_t slot = key - of.group_.first_keys[item.sequence];
       const int64_t* block = of.group_.blocks + of.group_.first_blocks[item.sequence] + slot / block_size;
       for (int64_t in_block = slot % block_size; key < stop; ++block, in_block = 0) {
-        const HeadBlock<Type> own(of.heads_, of.pools_, *block, item.head);
         while (in_block < block_size && key < stop) {
           const int64_t count = std::min({kLanes - in_block % kLanes, block_size - in_block, stop - key});
-          keys[num_groups] = own.keys_at(in_block);
-          values[num_groups] = own.values_at(in_block);
+          point(of, *block, in_block, item.head);
           lane[num_groups] = in_block % kLanes;
           column[num_groups] = key - tile;
           counts[num_groups++] = count;
@@ -304,14 +310,59 @@ class Attention {
              column[first + count - 1] == column[first] + (count - 1) * kLanes;
     }
 
+    // Sets the addresses of the next group: that of `slot` in a block.
+    void point(const Attention& of, int64_t block, int64_t slot, int64_t head) {
+      const int64_t first = HeadPlaces<Type>::group(slot, of.dim_);
+      if (of.heads_.is_rounded) {
+        const RoundedBlock own_keys(of.heads_, of.pools_.keys, block, head);
+        const RoundedBlock own_values(of.heads_, of.pools_.values, block, head);
+        codes[0][num_groups] = own_keys.codes + first;
+        codes[1][num_groups] = own_values.codes + first;
+        scales[0][num_groups] = own_keys.scales + slot;
+        scales[1][num_groups] = own_values.scales + slot;
+        return;
+      }
+      const HeadBlock<Type> own(of.heads_, of.pools_, block, head);
+      keys[num_groups] = reinterpret_cast<const uint32_t*>(own.keys + first);
+      values[num_groups] = reinterpret_cast<const uint32_t*>(own.values + first);
+    }
+
     int64_t num_groups = 0;
+    // Words of each group; those of rounded keys and values are set when their codes are expanded.
     const uint32_t* keys[kTileKeys];
     const uint32_t* values[kTileKeys];
+    // Codes of each group, and the scales from its first key on: of keys, and of values.
+    const int8_t* codes[2][kTileKeys];
+    const float* scales[2][kTileKeys];
     // Per group: lane of its first key, that key's column in the tile, and the number of keys.
     int64_t lane[kTileKeys];
     int64_t column[kTileKeys];
     int64_t counts[kTileKeys];
   };
+
+  // Expands the codes of a tile's keys and values, and prefetches those of the next tile.
+  void expand(KeyTile& keys, const KeyTile& next, Workspace& space) const {
+    const int64_t group_size = kLanes * dim_;
+    const size_t size = 2 * keys.num_groups * group_size;
+    if (space.expanded.size() < size) space.expanded.resize(size);
+    // Columns without a key have the weight 0, and a scale that is left from another sequence may be NaN.
+    std::fill(space.key_scales, space.key_scales + kTileKeys, 0.0f);
+    std::fill(space.value_scales, space.value_scales + kTileKeys, 0.0f);
+    typename Type::Element* to = space.expanded.data();
+    for (int64_t group = 0; group < keys.num_groups; ++group) {
+      for (int part = 0; part < 2; ++part, to += group_size) {
+        if (group < next.num_groups) {
+          for (int64_t i = 0; i < group_size; i += 64) __builtin_prefetch(next.codes[part][group] + i, 0, 2);
+          __builtin_prefetch(next.scales[part][group], 0, 2);
+        }
+        expand_codes<Type>(keys.codes[part][group], group_size, to);
+        (part == 0 ? keys.keys : keys.values)[group] = reinterpret_cast<const uint32_t*>(to);
+        const float* scales = keys.scales[part][group];
+        std::copy(scales, scales + keys.counts[group],
+                  (part == 0 ? space.key_scales : space.value_scales) + keys.column[group]);
+      }
+    }
+  }
 
   // Computes scores, and prefetches the next tile's keys, a few cache lines per step. Blocks are scattered, so the
   // hardware prefetcher cannot guess the next one; requesting all lines at once would stall the computation.
@@ -351,6 +402,7 @@ class Attention {
     Floats tops = Floats(-INFINITY);
     for (int64_t group = 0; group < kTileGroups; ++group) {
       scaled[group] = load_floats(scores + group * kLanes) * scale_;
+      if (heads_.is_rounded) scaled[group] = scaled[group] * load_floats(space.key_scales + group * kLanes);
       if (options_.softcap > 0.0f) scaled[group] = capped(scaled[group]);
     }
     if (seen.first > tile || seen.stop < tile + kTileKeys) hide(seen, tile, scaled);
@@ -365,7 +417,8 @@ class Attention {
     for (int64_t group = 0; group < kTileGroups; ++group) {
       const Floats weight = exp2_of_negative<Type::kIsRough>(scaled[group] - top);
       total += weight;
-      Type::store_left(weights + group * kLanes, weight);
+      Type::store_left(weights + group * kLanes,
+                       heads_.is_rounded ? weight * load_floats(space.value_scales + group * kLanes) : weight);
     }
     if (piece.largest[row] != top) {
       const float kept = exp2_of_negative(piece.largest[row] - top);

@@ -7,55 +7,125 @@
 
 namespace lookonce {
 
-// The part of a block that belongs to one head; keys are stored in groups of 16.
+constexpr int64_t kMaxHeadDim = 512;
+// The largest code of a rounded number.
+constexpr float kLargestCode = 127.0f;
+
+typedef int8_t CodeLanes __attribute__((vector_size(kRegisterLanes)));
+
+// Places of elements in the part of a block that belongs to one head; keys are stored in groups of 16.
+template <typename Type>
+struct HeadPlaces {
+  // Index of the first element of the group of 16 keys that contains `slot`: words [head_dim in words, 16]. The values
+  // of that group, words [16 keys in words, head_dim], begin at the same index.
+  static int64_t group(int64_t slot, int64_t dim) { return slot / kLanes * kLanes * dim; }
+
+  static int64_t key(int64_t slot, int64_t d, int64_t dim) {
+    constexpr int64_t per_word = Type::kPerWord;
+    return group(slot, dim) + (d / per_word * kLanes + slot % kLanes) * per_word + d % per_word;
+  }
+
+  static int64_t value(int64_t slot, int64_t d, int64_t dim) {
+    constexpr int64_t per_word = Type::kPerWord;
+    return (slot / per_word * dim + d) * per_word + slot % per_word;
+  }
+};
+
+// The part of a block that belongs to one head, with elements of the model's type.
 template <typename Type>
 struct HeadBlock {
   using Element = typename Type::Element;
 
-  HeadBlock(const Heads& heads, const Pools& pools, int64_t block, int64_t head) : dim(heads.head_dim) {
-    const int64_t first = (block * heads.num_kv_heads + head) * heads.block_slots * dim;
+  HeadBlock(const Heads& heads, const Pools& pools, int64_t block, int64_t head) {
+    const int64_t first = (block * heads.num_kv_heads + head) * heads.block_slots * heads.head_dim;
     keys = static_cast<Element*>(pools.keys) + first;
     values = static_cast<Element*>(pools.values) + first;
   }
 
-  // Words [head_dim in words, 16] of the group of 16 keys that contains `slot`.
-  const uint32_t* keys_at(int64_t slot) const {
-    return reinterpret_cast<const uint32_t*>(keys) + slot / kLanes * kLanes * dim / Type::kPerWord;
-  }
-
-  // Words [16 keys in words, head_dim] of the values of that group.
-  const uint32_t* values_at(int64_t slot) const {
-    return reinterpret_cast<const uint32_t*>(values) + slot / kLanes * kLanes * dim / Type::kPerWord;
-  }
-
-  void write_key(int64_t slot, int64_t d, Element key) const {
-    constexpr int64_t per_word = Type::kPerWord;
-    keys[slot / kLanes * kLanes * dim + (d / per_word * kLanes + slot % kLanes) * per_word + d % per_word] = key;
-  }
-
-  void write_value(int64_t slot, int64_t d, Element value) const {
-    constexpr int64_t per_word = Type::kPerWord;
-    values[(slot / per_word * dim + d) * per_word + slot % per_word] = value;
-  }
-
   Element* keys;
   Element* values;
-  int64_t dim;
 };
+
+// One head's keys or values in a block of a rounded pool: codes in the order of HeadBlock's elements, then a scale for
+// each slot.
+struct RoundedBlock {
+  RoundedBlock(const Heads& heads, void* pool, int64_t block, int64_t head) {
+    const int64_t slot_bytes = heads.head_dim + sizeof(float);
+    codes = static_cast<int8_t*>(pool) + (block * heads.num_kv_heads + head) * heads.block_slots * slot_bytes;
+    scales = reinterpret_cast<float*>(codes + heads.block_slots * heads.head_dim);
+  }
+
+  int8_t* codes;
+  float* scales;
+};
+
+// Rounds [count] numbers to codes and returns their scale: the largest becomes 127 or -127. The scale is NaN if one of
+// them is infinite or not a number.
+template <typename Type>
+float round_to_codes(const typename Type::Element* from, int64_t count, int8_t* codes) {
+  Floats largest(0.0f), total(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats value = Type::load(from + i);
+    const Floats size = larger(value, 0.0f - value);
+    largest = larger(size, largest);
+    total += size;
+  }
+  if (!(sum_of_lanes(total) < HUGE_VALF)) {
+    std::fill(codes, codes + count, int8_t{1});
+    return NAN;
+  }
+  const float scale = largest_lane(largest) / kLargestCode;
+  const float factor = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats value = Type::load(from + i) * factor;
+    const Floats half = select(value < 0.0f, -0.5f, 0.5f);
+    for (int p = 0; p < kRegisters; ++p) {
+      // The conversion truncates towards zero.
+      const IntegerRegister nearest = __builtin_convertvector(value.part[p] + half.part[p], IntegerRegister);
+      const CodeLanes narrow = __builtin_convertvector(nearest, CodeLanes);
+      std::memcpy(codes + i + p * kRegisterLanes, &narrow, sizeof narrow);
+    }
+  }
+  return scale;
+}
+
+// Converts codes to elements, without their scale. Each code is exact in either type.
+template <typename Type>
+void expand_codes(const int8_t* codes, int64_t count, typename Type::Element* to) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Floats value;
+    for (int p = 0; p < kRegisters; ++p) {
+      CodeLanes narrow;
+      std::memcpy(&narrow, codes + i + p * kRegisterLanes, sizeof narrow);
+      value.part[p] = __builtin_convertvector(narrow, FloatRegister);
+    }
+    Type::store(to + i, value);
+  }
+}
 
 // Writes one head's `key` and `value` [head_dim]. `is_last`: no later token of this sequence is in the step. The element
 // that shares a word with the last value is multiplied by a weight of 0, so it must not be NaN and is set to 0.
 template <typename Type>
 void write_token(const Heads& heads, const Pools& pools, int64_t slot, int64_t head, const typename Type::Element* key,
                  const typename Type::Element* value, bool is_last) {
-  const HeadBlock<Type> block(heads, pools, slot / heads.block_size, head);
-  const int64_t in_block = slot % heads.block_size;
-  for (int64_t d = 0; d < heads.head_dim; ++d) {
-    block.write_key(in_block, d, key[d]);
-    block.write_value(in_block, d, value[d]);
+  using Places = HeadPlaces<Type>;
+  const int64_t dim = heads.head_dim, block = slot / heads.block_size, in_block = slot % heads.block_size;
+  if (heads.is_rounded) {
+    const RoundedBlock keys(heads, pools.keys, block, head), values(heads, pools.values, block, head);
+    int8_t codes[kMaxHeadDim];
+    keys.scales[in_block] = round_to_codes<Type>(key, dim, codes);
+    for (int64_t d = 0; d < dim; ++d) keys.codes[Places::key(in_block, d, dim)] = codes[d];
+    values.scales[in_block] = round_to_codes<Type>(value, dim, codes);
+    for (int64_t d = 0; d < dim; ++d) values.codes[Places::value(in_block, d, dim)] = codes[d];
+    return;
+  }
+  const HeadBlock<Type> to(heads, pools, block, head);
+  for (int64_t d = 0; d < dim; ++d) {
+    to.keys[Places::key(in_block, d, dim)] = key[d];
+    to.values[Places::value(in_block, d, dim)] = value[d];
   }
   if (is_last && (in_block + 1) % Type::kPerWord != 0) {
-    for (int64_t d = 0; d < heads.head_dim; ++d) block.write_value(in_block + 1, d, 0);
+    for (int64_t d = 0; d < dim; ++d) to.values[Places::value(in_block + 1, d, dim)] = 0;
   }
 }
 

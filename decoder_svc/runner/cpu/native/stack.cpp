@@ -317,8 +317,6 @@ class StackRun {
     for (int64_t d = 0; d < dim; d += kLanes) Out::store(to + d, load_floats(rotated + d));
   }
 
-  static constexpr int64_t kMaxHeadDim = 512;
-
   const Stack& stack_;
   const Step& step_;
   const StackStep& io_;

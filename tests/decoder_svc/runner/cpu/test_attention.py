@@ -43,12 +43,15 @@ class Native(NativeBackend):
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
+        self._fill(layer)
+        return super().forward(layer, query, key, value, metadata, options)
+
+    def _fill(self, layer: int) -> None:
         for plain, own, arranged in zip(self._plain[layer], self._tensors[layer], (keys_in, values_in), strict=True):
             # Slots after a block's last token are never read.
             room = torch.full((len(plain), own.shape[2], *plain.shape[2:]), torch.nan, dtype=plain.dtype)
             room[:, : plain.shape[1]] = plain
             own.copy_(arranged(room).reshape(own.shape))
-        return super().forward(layer, query, key, value, metadata, options)
 
 
 def keys_in(slots: Tensor) -> Tensor:

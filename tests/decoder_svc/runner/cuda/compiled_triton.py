@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties, triton_splits
+from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties, triton_rounding, triton_splits
 from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
 from encoder_svc.vision import rotary_kernel, varlen_kernel
 from lookonce.model.kernels import triton_rowwise
@@ -22,8 +22,15 @@ from lookonce.model.kernels import triton_rowwise
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
 _NUM_GROUPS = 4
-# Element type, head dimension, and whether a sequence has more than one new token; each takes seconds to compile.
-_VARIANTS = (("bf16", 64, False), ("bf16", 64, True), ("fp32", 256, True))
+# Element type, head dimension, whether a sequence has more than one new token, and whether keys and values are rounded;
+# each takes seconds to compile.
+_VARIANTS = (
+    ("bf16", 64, False, False),
+    ("bf16", 64, True, False),
+    ("bf16", 64, False, True),
+    ("fp32", 256, True, False),
+    ("fp32", 256, True, True),
+)
 
 
 def main() -> None:
@@ -31,10 +38,16 @@ def main() -> None:
     shared_bytes = {int(capability): int(most) for capability, most in (each.split("=") for each in sys.argv[1:])}
     for capability, available in shared_bytes.items():
         most = 0
-        for dtype, head_dim, is_chunk in _VARIANTS:
+        for dtype, head_dim, is_chunk, is_rounded in _VARIANTS:
             tile = _tile(dtype, head_dim, is_chunk, available)
             source = _attend_source(
-                dtype, head_dim, is_chunk, tile, has_window=head_dim == 64, has_softcap=head_dim == 256
+                dtype,
+                head_dim,
+                is_chunk,
+                tile,
+                has_window=head_dim == 64,
+                has_softcap=head_dim == 256,
+                is_rounded=is_rounded,
             )
             options = {"num_stages": tile.num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -62,7 +75,7 @@ def _tile(dtype: str, head_dim: int, is_chunk: bool, shared_bytes: int) -> Tile:
 
 
 def _attend_source(
-    dtype: str, head_dim: int, is_chunk: bool, tile: Tile, *, has_window: bool, has_softcap: bool
+    dtype: str, head_dim: int, is_chunk: bool, tile: Tile, *, has_window: bool, has_softcap: bool, is_rounded: bool
 ) -> Any:
     kernel = triton_attention._attend
     constants = {
@@ -78,8 +91,11 @@ def _attend_source(
         "HAS_SOFTCAP": has_softcap,
         "HAS_MUTUAL": is_chunk,
         "IS_MUTUAL_BEYOND_WINDOW": is_chunk and has_window,
+        "IS_ROUNDED": is_rounded,
     }
-    types = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
+    types = dict.fromkeys(("query", "output"), f"*{dtype}")
+    types |= dict.fromkeys(("keys", "values"), "*i8" if is_rounded else f"*{dtype}")
+    types |= dict.fromkeys(("key_scales", "value_scales"), "*fp32" if is_rounded else f"*{dtype}")
     types |= dict.fromkeys(("partial_sums", "partial_stats"), "*fp32")
     types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
     types |= {"scale": "fp32", "softcap": "fp32"}
@@ -130,7 +146,12 @@ def _layer_sources() -> Iterator[Any]:
         yield _source(triton_rowwise._add_norm, norm | {"HAS_DELTA": has_delta})
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 40, "PADDED_HALF": 64}
     for has_norms in (False, True):
-        yield _source(triton_layers._rotate_write, heads | {"HAS_NORMS": has_norms}, slots="*i64")
+        kinds = {"HAS_NORMS": has_norms, "IS_ROUNDED": False}
+        yield _source(triton_layers._rotate_write, heads | kinds, slots="*i64")
+        pools = dict.fromkeys(("keys", "values"), "*i8") | dict.fromkeys(("key_scales", "value_scales"), "*fp32")
+        yield _source(triton_layers._rotate_write, heads | kinds | {"IS_ROUNDED": True}, slots="*i64", **pools)
+    sizes = {"NUM_KV_HEADS": 8, "HEAD_DIM": 80, "PADDED_DIM": 128}
+    yield _source(triton_rounding._write, sizes, slots="*i64", codes="*i8", scales="*fp32")
     yield _source(triton_rowwise._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
 
 

@@ -96,6 +96,7 @@ def test_flash_attn_is_chosen_if_it_supports_the_model(
         (replace(NEEDS, head_dim=272), "flash-attn does not support a head size of 272"),
         (replace(NEEDS, head_dim=20), "flash-attn does not support a head size of 20"),
         (replace(NEEDS, capability=(7, 5)), "flash-attn does not run on compute capability (7, 5)"),
+        (replace(NEEDS, is_rounded=True), "flash-attn does not read keys and values of 8 bits"),
     ],
 )
 def test_our_kernel_is_chosen_with_a_logged_reason_if_flash_attn_does_not_fit(

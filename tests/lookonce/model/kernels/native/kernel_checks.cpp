@@ -327,18 +327,30 @@ void check_dense_attention(const std::string& type, int64_t tokens, int64_t dim)
         "dense attention " + type + " " + std::to_string(tokens) + " x " + std::to_string(dim));
 }
 
+// What is left of a head's keys or values when they are rounded to codes.
+void round_heads(std::vector<double>& all, int64_t dim) {
+  for (size_t head = 0; head < all.size(); head += dim) {
+    double largest = 0;
+    for (int64_t d = 0; d < dim; ++d) largest = std::max(largest, std::abs(all[head + d]));
+    const float scale = static_cast<float>(largest) / 127.0f;
+    for (int64_t d = 0; d < dim; ++d) all[head + d] = std::round(all[head + d] / scale) * scale;
+  }
+}
+
 // A prompt in one step, and then one more token: causal attention over blocks in any order.
 template <typename Type>
-void check_paged_attention(const std::string& type, int64_t tokens, int64_t dim, int64_t block_size) {
+void check_paged_attention(const std::string& type, int64_t tokens, int64_t dim, int64_t block_size, bool is_rounded) {
   using Element = typename Type::Element;
   const int64_t num_heads = 4, num_kv_heads = 2, slots = (block_size + kLanes - 1) / kLanes * kLanes;
   const int64_t num_blocks = (tokens + block_size) / block_size;
-  const Heads heads{num_heads, num_kv_heads, dim, block_size, slots};
+  const Heads heads{num_heads, num_kv_heads, dim, block_size, slots, is_rounded};
   std::vector<int64_t> blocks(num_blocks);
   for (int64_t b = 0; b < num_blocks; ++b) blocks[b] = num_blocks - 1 - b;
   // Memory that was never written holds NaN.
   std::vector<Element> key_pool(num_blocks * num_kv_heads * slots * dim, rounded<Type>(NAN)), value_pool = key_pool;
-  const Pools pools{key_pool.data(), value_pool.data()};
+  std::vector<float> rounded_keys(num_blocks * num_kv_heads * slots * (dim + 4) / 4, NAN), rounded_values = rounded_keys;
+  const Pools pools = is_rounded ? Pools{rounded_keys.data(), rounded_values.data()}
+                                 : Pools{key_pool.data(), value_pool.data()};
   const LayerOptions options{0, 0, 0.2f, 0.0f};
   const auto queries = random_elements<Type>((tokens + 1) * num_heads * dim),
              keys = random_elements<Type>((tokens + 1) * num_kv_heads * dim),
@@ -353,8 +365,9 @@ void check_paged_attention(const std::string& type, int64_t tokens, int64_t dim,
                  keys.data() + first * num_kv_heads * dim, values.data() + first * num_kv_heads * dim,
                  found.data() + first * num_heads * dim);
   }
-  const auto exact_queries = numbers<Type>(queries), exact_keys = numbers<Type>(keys),
-             exact_values = numbers<Type>(values);
+  const auto exact_queries = numbers<Type>(queries);
+  auto exact_keys = numbers<Type>(keys), exact_values = numbers<Type>(values);
+  if (is_rounded) round_heads(exact_keys, dim), round_heads(exact_values, dim);
   std::vector<double> wanted(found.size());
   for (int64_t t = 0; t <= tokens; ++t) {
     for (int64_t head = 0; head < num_heads; ++head) {
@@ -368,7 +381,7 @@ void check_paged_attention(const std::string& type, int64_t tokens, int64_t dim,
       attend_plainly(exact_queries.data() + at, seen_keys, seen_values, dim, options.scale, wanted.data() + at);
     }
   }
-  check(difference<Type>(found, wanted) < tolerance<Type>(), "paged attention " + type + " " + std::to_string(tokens) +
+  check(difference<Type>(found, wanted) < tolerance<Type>(), (is_rounded ? "rounded attention " : "paged attention ") + type + " " + std::to_string(tokens) +
                                                                  " x " + std::to_string(dim) + " in blocks of " +
                                                                  std::to_string(block_size));
 }
@@ -391,7 +404,9 @@ void check_type(const std::string& type) {
     for (int64_t dim : {16, 72, 80}) check_dense_attention<Type>(type, tokens, dim);
   }
   for (int64_t block_size : {4, 16, 32}) {
-    for (int64_t tokens : {1, 15, 40, 300}) check_paged_attention<Type>(type, tokens, 32, block_size);
+    for (int64_t tokens : {1, 15, 40, 300}) {
+      for (bool is_rounded : {false, true}) check_paged_attention<Type>(type, tokens, 32, block_size, is_rounded);
+    }
   }
 }
 

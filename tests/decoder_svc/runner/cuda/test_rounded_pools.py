@@ -1,0 +1,68 @@
+"""Keys and values of 8 bits in Triton's interpreter, against loops over rounded numbers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from decoder_svc.runner.attention import AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from tests.decoder_svc.runner.attention_reference import Chunk
+from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step
+from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, SOME, TritonBackend
+from tests.decoder_svc.runner.rounded_numbers import check_rounded, codes_of, scales_of
+
+
+class Rounded(TritonBackend):
+    """The kernel with rounded pools, which are filled from pools of plain numbers."""
+
+    def __init__(self, num_processors: int = FEW) -> None:
+        super().__init__(num_processors)
+        self._plain: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(
+        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        super().allocate(replace(spec, is_rounded=True), num_blocks, num_sliding_blocks, device)
+        self._plain = SdpaBackend().allocate(spec, num_blocks, num_sliding_blocks, device)
+        return self._plain
+
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
+    ) -> Tensor:
+        pools = self.pools_of(layer)
+        own = ((pools.keys, pools.key_scales), (pools.values, pools.value_scales))
+        for plain, (codes, scales) in zip(self._plain[layer], own, strict=True):
+            codes.copy_(codes_of(plain))
+            scales.copy_(scales_of(plain)[..., 0])
+        return super().forward(layer, query, key, value, metadata, options)
+
+
+@settings(max_examples=30)
+@any_step(torch.float32, max_chunks=3)
+def test_any_step_equals_the_reference_over_rounded_numbers(case: StepCase) -> None:
+    window = case.options.window if case.has_sliding_group else None
+    step = Step(case.chunks, case.sizes, case.seed, case.dtype, window, Rounded)
+    check_rounded(step, case.options, is_mutual_beyond_window=case.is_mutual_beyond_window)
+
+
+def test_divided_keys_give_the_reference_results() -> None:
+    chunks = [Chunk(stop, stop - 1, stop - 1, stop) for stop in (1, 400, 130)]
+    for dtype in (torch.float32, torch.float16):
+        backend = functools.partial(Rounded, SOME)
+        check_rounded(Step(chunks, Sizes(16, 2, 2, 32), 3, dtype, backend=backend), LayerOptions(0.2))
+
+
+def test_a_number_that_is_none_stays_in_its_sequence() -> None:
+    chunks = [Chunk(40, 39, 39, 40), Chunk(5, 4, 4, 5), Chunk(20, 0, 0, 20)]
+    step, clean = (Step(chunks, Sizes(16, 2, 2, 16), 3, torch.float32, backend=Rounded) for _ in range(2))
+    for pool in step.pools[LAYER]:
+        pool[step.tables[0][1], 3, 0, 7] = torch.nan
+    outputs, wanted = step.run(LayerOptions(0.2)), clean.run(LayerOptions(0.2))
+    assert outputs[0][:, :2].isnan().all(), "heads that share the key head"
+    assert torch.equal(outputs[0][:, 2:], wanted[0][:, 2:])
+    for output, want in zip(outputs[1:], wanted[1:], strict=True):
+        assert torch.equal(output, want)
