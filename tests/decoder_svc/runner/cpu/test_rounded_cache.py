@@ -92,7 +92,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_hits_chunks_and_preemptions_change_no_bit(model: offline.OfflineModel) -> None:
-    """What is read from the cache was rounded in the same way when it was computed."""
+    """Keys and values that are read from the cache were rounded in the same way as new ones."""
     prompts = [question.prompt for question in model.questions]
     session = offline.Session(model, num_blocks=20_000, cache_rows=2000, deterministic=True)
     first = session.ask(prompts, logprobs=3)
