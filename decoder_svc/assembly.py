@@ -43,7 +43,7 @@ from decoder_svc.scheduling.speculation import SpeculationLimits
 from decoder_svc.settings import DecoderSettings
 from lookonce.devices.base import DevicePlatform
 from lookonce.devices.registry import chosen_platform
-from lookonce.errors import ConfigurationError
+from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
@@ -66,6 +66,8 @@ _MAX_STREAM_DELAY_S = 0.15
 # row of logits.
 _MAX_FORCED_TOKENS = 32
 
+# Fewest tokens of a context: one of a prompt and one of an answer.
+_LEAST_CONTEXT = 2
 _QUANTIZE_BITS = {"none": None, "int8": 8, "int4": 4}
 _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -265,6 +267,11 @@ def _limits(
         configured_cache_rows=settings.encoder_cache_rows,
     )
     text = runner.model.config.get_text_config()
+    if text.max_position_embeddings < _LEAST_CONTEXT:
+        raise ModelFolderError(
+            f"config.json: max_position_embeddings is {text.max_position_embeddings}, which leaves no room for a "
+            "prompt and an answer; use the config.json that belongs to the weights"
+        )
     context = min(settings.max_context_tokens or text.max_position_embeddings, text.max_position_embeddings)
     worst = WorstCase(
         num_tokens=settings.max_num_batched_tokens,

@@ -50,10 +50,11 @@ class DecoderSettings(ServiceSettings):
     num_kv_blocks: int | None = Field(
         None,
         ge=2,
+        le=1 << 40,
         description="KV blocks of the layers with full attention; overrides kv_cache_memory_bytes.",
     )
     kv_cache_memory_bytes: int | None = Field(
-        None, ge=1 << 16, description="Memory of the KV pool, bytes. Default: set by kv_cache_memory_share."
+        None, ge=1 << 16, le=1 << 60, description="Memory of the KV pool, bytes. Default: set by kv_cache_memory_share."
     )
     kv_cache_memory_share: float | None = Field(
         None,

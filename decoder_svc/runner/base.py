@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import pathlib
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -52,7 +53,7 @@ from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
-from lookonce.model.half_model import text_child
+from lookonce.model.half_model import NOT_A_NUMBER, text_child
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -260,7 +261,10 @@ class ModelRunnerBase(ABC):
         )  # fmt: skip
 
     def _dummy_run(self, worst: WorstCase) -> None:
-        """Runs the heaviest step in a small temporary KV cache. `initialize_kv_cache` must be called afterwards."""
+        """Runs the heaviest step in a small temporary KV cache. `initialize_kv_cache` must be called afterwards.
+
+        Raises ModelFolderError if the model computes NaN.
+        """
         self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
         rows = worst_case_rows(worst)
         for fetched in rows:
@@ -275,7 +279,9 @@ class ModelRunnerBase(ABC):
         if self.adapters is not None and self.adapters.fingerprints:
             adapter = self.adapters.fingerprints[0]
             step = replace(step, admitted=tuple(replace(each, adapter=adapter) for each in step.admitted))
-        self.execute_model(step)
+        sampled = self.execute_model(step)
+        if any(math.isnan(logprob) for token in sampled if token.logprobs for _, logprob in token.logprobs.top):
+            raise ModelFolderError(NOT_A_NUMBER)
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
         self.execute_model(SchedulerOutput((), (), released, evicted, ()))

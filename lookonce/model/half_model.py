@@ -12,11 +12,12 @@ import enum
 import logging
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
@@ -25,7 +26,12 @@ from lookonce.model.model_folder import read_json_object, weight_files
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
 from lookonce.model.rust_panics import RustPanicError, call_rust
+from lookonce.model.safetensors_header import read_header
 
+# Told by whoever computes with the model first.
+NOT_A_NUMBER = (
+    "the language model computes NaN: a weight, a scale or a value in config.json is damaged; download the model again"
+)
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 # Encoders of inputs that are not served.
@@ -120,16 +126,32 @@ def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
     return [(model.model, name) for name, _ in model.model.named_children() if name != text]
 
 
+def _refuse_integers(files: Sequence[pathlib.Path], quantized_layers: Collection[str]) -> None:
+    """Raises ModelFolderError for weights of integers in layers that are not quantized, which would become floats."""
+    for file in files:
+        for name, tensor in read_header(file).items():
+            layer, _, part = name.rpartition(".")
+            if part in ("weight", "bias") and tensor.dtype.startswith(("I", "U")) and layer not in quantized_layers:
+                raise ModelFolderError(
+                    f"{file.name}: {name} has elements of the type {tensor.dtype}, and config.json does not say how it "
+                    "is quantized; download the model again"
+                )
+
+
 @contextlib.contextmanager
 def _without_load_report() -> Iterator[None]:
     """Keeps transformers from logging a table of problems, which are raised as one error here."""
     logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+
+    # A level of its own would make transformers check, and report, how the model could be divided among devices.
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_error)
 
 
 def _load(
@@ -140,7 +162,9 @@ def _load(
     keep_codes: bool = False,
 ) -> Any:
     config = without_quantization(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    quantized = QuantizedTensors.of(read_json_object(folder / "config.json"), weight_files(folder))
+    files = weight_files(folder)
+    quantized = QuantizedTensors.of(read_json_object(folder / "config.json"), files)
+    _refuse_integers(files, () if quantized is None else quantized.layers)
     base = getattr(transformers, config.architectures[0], None)
     if base is None:
         raise ModelFolderError(f"transformers does not know the architecture {config.architectures[0]}")
@@ -160,7 +184,7 @@ def _load(
             )
     except ModelFolderError:
         raise
-    except RustPanicError as error:
+    except (RustPanicError, SafetensorError) as error:
         raise ModelFolderError(f"the weights of {folder.name} cannot be read; download them again") from error
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         if is_lack_of_memory(error):
@@ -169,6 +193,12 @@ def _load(
             f"the {half.value} half cannot be built from config.json: {type(error).__name__} {error}; use the "
             "config.json that belongs to the weights"
         ) from error
+    scales = sorted(key for key in report["unexpected_keys"] if key.endswith(("_scale", "_scale_inv")))
+    if quantized is not None and scales:
+        raise ModelFolderError(
+            f"the quantized weight of {scales[0]} is not served: it belongs to no linear layer, but to a tensor with "
+            "several, such as all experts; use the unquantized model"
+        )
     problems = {name: sorted(str(key) for key in report[f"{name}_keys"]) for name in _PROBLEMS}
     wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
     if wrong:

@@ -68,12 +68,16 @@ class ModelFolder:
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     """Reads a file's JSON object. Raises ModelFolderError if the file is missing or holds something else."""
+    if path.exists() and not path.is_file():
+        raise ModelFolderError(f"{path} is no regular file; download the model again")
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelFolderError(f"{path} is missing; the folder is not a complete Hugging Face model") from None
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from None
+    except RecursionError:
+        raise ModelFolderError(f"{path} is nested too deeply to be read as JSON; download the model again") from None
     if not isinstance(content, dict):
         raise ModelFolderError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
@@ -162,6 +166,8 @@ def weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
             f"{path} holds no weights ({_SINGLE_FILE} or {_INDEX_FILE} is missing); download the whole model into it"
         )
     for file in files:
+        if not file.is_file():
+            raise ModelFolderError(f"{file} is no regular file; download the model again")
         read_header(file)
     return files
 

@@ -49,7 +49,7 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
             name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), _length(entry["data_offsets"]))
             for name, entry in entries.items()
         }
-    except (ValueError, AttributeError, LookupError, TypeError):
+    except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
         raise broken from None
     if num_bytes != _LENGTH_BYTES + header_bytes + payload_bytes:
         raise broken

@@ -21,7 +21,8 @@ from decoder_svc.runner.cpu.stack_check import (
     recorded_options,
     relative_difference,
 )
-from lookonce.model.half_model import detach_from_file, text_child
+from lookonce.errors import ModelFolderError
+from lookonce.model.half_model import NOT_A_NUMBER, detach_from_file, text_child
 from lookonce.model.kernels.linear_layers import replace_linears
 from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packable, packed
 from lookonce.model.kernels.packed_embedding import replace_tied_embedding
@@ -86,6 +87,8 @@ def _checked_stack(
     a_few = random_trial(text_model.config.hidden_size, num_position_axes, whole)
     reference = RecordingBackend()
     wanted = a_few.run(text_model, reference)
+    if not wanted.isfinite().all():
+        raise ModelFolderError(NOT_A_NUMBER)
     stack = NativeStack(text_model, backend, recorded_options(reference), adapters)
     found = relative_difference(a_few.run(stack, backend), wanted)
     # Written with `not` so that NaN fails.
