@@ -16,13 +16,14 @@ from lookonce.model.kernels import native_linear
 # Structures whose names differ, C++ to Python.
 NAMES = {"LayerOptions": "Options", "LowRank": "LowRankMatrices"}
 MIRRORED = (
-    "BlockGroup", "Heads", "LayerAdapter", "LayerOptions", "Linear", "LowRank", "Pools", "Stack", "StackLayer",
-    "StackStep", "Step", "StepAdapters",
+    "BlockGroup", "Experts", "ExpertStep", "Heads", "LayerAdapter", "LayerOptions", "Linear", "LowRank", "Pools",
+    "Stack", "StackLayer", "StackStep", "Step", "StepAdapters",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;")
-_SCALARS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+# The enumeration has 64 bits.
+_SCALARS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "CodeForm": ctypes.c_int64}
 
 
 def sources() -> str:
