@@ -254,6 +254,16 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
         )
 
 
+def _context_tokens(settings: DecoderSettings, most_positions: int) -> int:
+    """Returns the longest prompt plus answer. Raises ModelFolderError if the model has no room for either."""
+    if most_positions < _LEAST_CONTEXT:
+        raise ModelFolderError(
+            f"config.json: max_position_embeddings is {most_positions}, which leaves no room for a prompt and an "
+            "answer; use the config.json that belongs to the weights"
+        )
+    return min(settings.max_context_tokens or most_positions, most_positions)
+
+
 def _limits(
     settings: DecoderSettings, device: DeviceChoice, runner: ModelRunnerBase, family: DecoderFamily
 ) -> EngineLimits:
@@ -267,12 +277,7 @@ def _limits(
         configured_cache_rows=settings.encoder_cache_rows,
     )
     text = runner.model.config.get_text_config()
-    if text.max_position_embeddings < _LEAST_CONTEXT:
-        raise ModelFolderError(
-            f"config.json: max_position_embeddings is {text.max_position_embeddings}, which leaves no room for a "
-            "prompt and an answer; use the config.json that belongs to the weights"
-        )
-    context = min(settings.max_context_tokens or text.max_position_embeddings, text.max_position_embeddings)
+    context = _context_tokens(settings, text.max_position_embeddings)
     worst = WorstCase(
         num_tokens=settings.max_num_batched_tokens,
         num_requests=settings.max_num_seqs,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import pathlib
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -47,13 +46,13 @@ from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
 from decoder_svc.runner.token_masks import begin_masks
-from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, refuse_nan, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
-from lookonce.model.half_model import NOT_A_NUMBER, text_child
+from lookonce.model.half_model import text_child
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -279,9 +278,7 @@ class ModelRunnerBase(ABC):
         if self.adapters is not None and self.adapters.fingerprints:
             adapter = self.adapters.fingerprints[0]
             step = replace(step, admitted=tuple(replace(each, adapter=adapter) for each in step.admitted))
-        sampled = self.execute_model(step)
-        if any(math.isnan(logprob) for token in sampled if token.logprobs for _, logprob in token.logprobs.top):
-            raise ModelFolderError(NOT_A_NUMBER)
+        refuse_nan(self.execute_model(step))
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
         self.execute_model(SchedulerOutput((), (), released, evicted, ()))

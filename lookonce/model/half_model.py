@@ -28,10 +28,6 @@ from lookonce.model.quantized_folder.replacement import replace_by_stored, resto
 from lookonce.model.rust_panics import RustPanicError, call_rust
 from lookonce.model.safetensors_header import read_header
 
-# Told by whoever computes with the model first.
-NOT_A_NUMBER = (
-    "the language model computes NaN: a weight, a scale or a value in config.json is damaged; download the model again"
-)
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 # Encoders of inputs that are not served.

@@ -19,6 +19,10 @@ from lookonce.model.safetensors_header import read_header
 
 _CONFIG_FILE = "config.json"
 _ADAPTER_FILE = "adapter_config.json"
+# Told by whoever computes with the model first.
+NOT_A_NUMBER = (
+    "the language model computes NaN: a weight, a scale or a value in config.json is damaged; download the model again"
+)
 _CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

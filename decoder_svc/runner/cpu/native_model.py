@@ -22,11 +22,12 @@ from decoder_svc.runner.cpu.stack_check import (
     relative_difference,
 )
 from lookonce.errors import ModelFolderError
-from lookonce.model.half_model import NOT_A_NUMBER, detach_from_file, text_child
+from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.linear_layers import replace_linears
 from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packable, packed
 from lookonce.model.kernels.packed_embedding import replace_tied_embedding
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, weight_of
+from lookonce.model.model_folder import NOT_A_NUMBER
 
 logger = logging.getLogger(__name__)
 

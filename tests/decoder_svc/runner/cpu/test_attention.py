@@ -84,8 +84,7 @@ def decoding(draw: st.DrawFn) -> Chunk:
     return Chunk(stop, stop - 1, draw(st.integers(stop - 1, stop)), stop)
 
 
-@settings(max_examples=200)
-@any_step(
+any_native_step = any_step(
     torch.float32,
     torch.bfloat16,
     max_chunks=5,
@@ -93,6 +92,10 @@ def decoding(draw: st.DrawFn) -> Chunk:
     sizes=SIZES,
     example_sizes=Sizes(head_dim=16),
 )
+
+
+@settings(max_examples=200)
+@any_native_step
 def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(Native)
 

@@ -16,8 +16,8 @@ from decoder_svc.runner.cpu.attention import HostSdpaBackend
 from lookonce.errors import ConfigurationError
 from tests import tiny_models
 from tests.decoder_svc.runner.attention_reference import Chunk
-from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
-from tests.decoder_svc.runner.cpu.test_attention import SIZES, Native, decoding, keys_in, values_in
+from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase
+from tests.decoder_svc.runner.cpu.test_attention import Native, any_native_step, keys_in, values_in
 from tests.decoder_svc.runner.rounded_numbers import check_rounded, codes_of, scales_of
 from tests.parity import offline
 
@@ -46,14 +46,7 @@ class RoundedNative(Native):
 
 
 @settings(max_examples=200)
-@any_step(
-    torch.float32,
-    torch.bfloat16,
-    max_chunks=5,
-    chunk=decoding() | chunk_of_a_prompt(),
-    sizes=SIZES,
-    example_sizes=Sizes(head_dim=16),
-)
+@any_native_step
 def test_any_step_equals_the_reference_over_rounded_numbers(case: StepCase) -> None:
     window = case.options.window if case.has_sliding_group else None
     step = Step(case.chunks, case.sizes, case.seed, case.dtype, window, RoundedNative)
