@@ -63,18 +63,12 @@ struct RoundedBlock {
 // them is infinite or not a number.
 template <typename Type>
 float round_to_codes(const typename Type::Element* from, int64_t count, int8_t* codes) {
-  Floats largest(0.0f), total(0.0f);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats value = Type::load(from + i);
-    const Floats size = larger(value, 0.0f - value);
-    largest = larger(size, largest);
-    total += size;
-  }
-  if (!(sum_of_lanes(total) < HUGE_VALF)) {
+  const float most = largest_size(count, [&](int64_t i) { return Type::load(from + i); });
+  if (std::isnan(most)) {
     std::fill(codes, codes + count, int8_t{1});
     return NAN;
   }
-  const float scale = largest_lane(largest) / kLargestCode;
+  const float scale = most / kLargestCode;
   const float factor = scale > 0.0f ? 1.0f / scale : 0.0f;
   for (int64_t i = 0; i < count; i += kLanes) {
     const Floats value = Type::load(from + i) * factor;

@@ -135,6 +135,20 @@ inline float largest_lane(const Floats& value) {
 #endif
 }
 
+// Returns the largest absolute value of `count` numbers; NaN if one of them is infinite or not a number. load(i) returns
+// sixteen numbers from index i on.
+template <typename Load>
+inline float largest_size(int64_t count, Load load) {
+  Floats largest(0.0f), total(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats value = load(i);
+    const Floats size = larger(value, 0.0f - value);
+    largest = larger(size, largest);
+    total += size;
+  }
+  return sum_of_lanes(total) < HUGE_VALF ? largest_lane(largest) : NAN;
+}
+
 // Returns 2^x for x <= 0: exactly 1 at 0, and 0 below -126. With `kIsRough` the error is up to 7e-6, which is enough
 // for results that are rounded to bfloat16; else two units in the last place. The polynomials are fitted to
 // (2^f - 1) / f for |f| <= 1/2.

@@ -99,15 +99,8 @@ template <typename Type>
 inline void round_block(const typename Type::Left* from, int64_t count, int16_t* to, float* scale, float* sum) {
   alignas(64) typename Type::Left inputs[kExpandedInputs] = {};
   std::copy(from, from + count, inputs);
-  Floats largest(0.0f), total(0.0f);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats value = Type::load_left(inputs + i);
-    const Floats size = larger(value, 0.0f - value);
-    largest = larger(size, largest);
-    total += size;
-  }
-  const float most = largest_lane(largest);
-  if (!(sum_of_lanes(total) < HUGE_VALF)) {
+  const float most = largest_size(count, [&](int64_t i) { return Type::load_left(inputs + i); });
+  if (std::isnan(most)) {
     std::fill(to, to + count, int16_t{1});
     *scale = *sum = NAN;
     return;
