@@ -16,13 +16,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import PIL.Image
 import torch
 
-from benchmarks import models, report
+from benchmarks import models, peer, report
 from benchmarks.gpu_checks import (
     attention_seconds,
     backends_agree,
@@ -38,6 +38,7 @@ from benchmarks.gpu_peers import continuous_batching_s, seconds_of
 from benchmarks.gpu_section import section
 from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS
+from benchmarks.gpu_vllm import vllm_cells
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
@@ -45,7 +46,9 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
-STAGES = ("checks", "decode", "attention", "encoder", "service", "peer")
+STAGES = ("checks", "decode", "rounded", "attention", "encoder", "service", "peer", "vllm")
+# Other engines take minutes to start, and must be installed.
+_DEFAULT_STAGES = STAGES[:-2]
 _BATCHES, _CONTEXTS = (1, 8, 64), (1024, 8192)
 # (requests that decode, context, tokens of the new request).
 _MIXED = ((32, 1024, 64), (32, 1024, 256))
@@ -89,10 +92,12 @@ def main() -> None:
     stages: dict[str, Callable[[], None]] = {
         "checks": functools.partial(_checks, figures, device),
         "decode": functools.partial(_decode, figures, device, arguments),
+        "rounded": functools.partial(_rounded, figures, device, arguments),
         "attention": lambda: figures.add("attention_s", attention_seconds(cuda_backends(device), device)),
         "encoder": functools.partial(_encoder, figures, device, arguments),
         "service": functools.partial(_service, figures, device, arguments),
         "peer": functools.partial(_peer, figures, device, arguments),
+        "vllm": functools.partial(_vllm, figures, device, arguments),
     }
     for name in arguments.stage:
         began_s = time.perf_counter()
@@ -113,7 +118,7 @@ def _device() -> torch.device:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
-    parser.add_argument("--stage", nargs="+", choices=STAGES, default=STAGES[:-1], help="in this order")
+    parser.add_argument("--stage", nargs="+", choices=STAGES, default=_DEFAULT_STAGES, help="in this order")
     parser.add_argument("--model", nargs="+", choices=("small", *SHAPES), default=["2b"], help="of the other stages")
     parser.add_argument("--batches", type=int, nargs="+", default=list(_BATCHES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(_CONTEXTS))
@@ -127,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     folder = pathlib.Path(tempfile.gettempdir()) / "lookonce-gpu-models"
     parser.add_argument("--folder", type=pathlib.Path, default=folder, help="folder for large models (%(default)s)")
+    peer.add_arguments(parser)
     return parser
 
 
@@ -149,6 +155,17 @@ def _checks(figures: Figures, device: torch.device) -> None:
     del bench
     for check in parity(folder, GPUModelRunner):
         figures.add("checks", asdict(check))
+    if "triton" in cuda_backends(device):
+        _rounded_checks(figures, folder)
+
+
+def _rounded_checks(figures: Figures, folder: pathlib.Path) -> None:
+    for check in parity(folder, GPUModelRunner, rounds_kv_cache=True):
+        figures.add("checks", asdict(check))
+    bench = DecodeBench("small", folder, GPUModelRunner, max(_CHECKED), max_tokens=128, rounds_kv_cache=True)
+    for batch in _CHECKED:
+        check = graphs_give_the_same_bits(bench.driver, batch)
+        figures.add("checks", asdict(replace(check, name=f"{check.name}, keys of 8 bits")))
 
 
 def _decode(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
@@ -175,6 +192,18 @@ def _decode(figures: Figures, device: torch.device, arguments: argparse.Namespac
         for batch, tokens in _PREFILLS:
             if batch <= max(arguments.batches) and tokens <= max(arguments.contexts):
                 figures.add("prefill", asdict(bench.prefill(batch, tokens)))
+        del bench
+        torch.cuda.empty_cache()
+
+
+def _rounded(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
+    for name in arguments.model:
+        longest = max(arguments.contexts)
+        folder = _folder_of(name, arguments, device)
+        bench = DecodeBench(name, folder, GPUModelRunner, max(arguments.batches), longest + 1, rounds_kv_cache=True)
+        for context in arguments.contexts:
+            for batch in arguments.batches:
+                figures.add("decode", asdict(bench.decode(batch, context, "greedy")))
         del bench
         torch.cuda.empty_cache()
 
@@ -227,6 +256,16 @@ def _peer(figures: Figures, device: torch.device, arguments: argparse.Namespace)
             theirs = continuous_batching_s(folder, device, batch, prompt, _PEER_TOKENS)
             cell = {"model": name, "batch": batch, "prompt": prompt, "tokens": _PEER_TOKENS}
             figures.add("peer", cell | {"ours_s": seconds, "transformers_s": theirs})
+
+
+def _vllm(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
+    install = peer.named_peer(arguments)
+    if install is None:
+        raise peer.PeerError("stage vllm: --peer-python names no installation of vLLM")
+    for name in arguments.model:
+        folder = _folder_of(name, arguments, device)
+        for cell in vllm_cells(folder, install, _CALLERS, min(arguments.contexts)):
+            figures.add("vllm", {"model": name} | cell)
 
 
 if __name__ == "__main__":

@@ -79,11 +79,18 @@ class DecodeBench:
     """One model in bfloat16 with one KV pool."""
 
     def __init__(
-        self, name: str, folder: pathlib.Path, kind: type[ModelRunnerBase], max_batch: int, max_tokens: int
+        self,
+        name: str,
+        folder: pathlib.Path,
+        kind: type[ModelRunnerBase],
+        max_batch: int,
+        max_tokens: int,
+        *,
+        rounds_kv_cache: bool = False,
     ) -> None:
-        """`max_tokens`: the longest context, with its chunk."""
-        self._name = name
-        runner = runner_of(folder, kind, torch.bfloat16, max_num_seqs=max_batch)
+        """`max_tokens`: the longest context, with its chunk. `rounds_kv_cache`: keys and values have 8 bits."""
+        self._name = f"{name}, keys of 8 bits" if rounds_kv_cache else name
+        runner = runner_of(folder, kind, torch.bfloat16, max_num_seqs=max_batch, rounds_kv_cache=rounds_kv_cache)
         # One more sequence brings the chunk of a mixed step.
         self.driver = StepDriver(runner, max_batch + 1, max_tokens + _NUM_STEPS + 1)
         text = runner.get_model().config.get_text_config()

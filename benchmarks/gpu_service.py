@@ -17,9 +17,9 @@ import psutil
 from lookonce.commands.running.found_encoders import wait_until_encoders_are_found
 from lookonce.local.local_stack import LocalStack
 
-_NUM_TOKENS = 128
+NUM_TOKENS = 128
 # Requests per caller after those to warm up, which are sent one after the other.
-_REQUESTS_EACH = 4
+REQUESTS_EACH = 4
 _NUM_WARM_UP = 2
 # Callers of one client process: a process for all 64 would take as long as the service.
 _CALLERS_EACH = 16
@@ -29,7 +29,7 @@ _ENGINE = "decoder_svc.engine_worker"
 
 
 def service_cells(
-    folder: pathlib.Path, callers: Sequence[int], *, num_tokens: int = _NUM_TOKENS, device: str = "auto"
+    folder: pathlib.Path, callers: Sequence[int], *, num_tokens: int = NUM_TOKENS, device: str = "auto"
 ) -> Iterator[dict[str, Any]]:
     """Yields the seconds of the start, and per number of callers the figures of `lookonce bench`.
 
@@ -45,7 +45,7 @@ def service_cells(
                 before = _processor_seconds(stack)
                 cell = _bench(stack.decoder_targets[0], number, reuse, num_tokens)
                 used = {name: after - before.get(name, 0.0) for name, after in _processor_seconds(stack).items()}
-                each = {name: 1e6 * seconds / (_REQUESTS_EACH * number * num_tokens) for name, seconds in used.items()}
+                each = {name: 1e6 * seconds / (REQUESTS_EACH * number * num_tokens) for name, seconds in used.items()}
                 yield {"callers": number, "reuse": reuse, "tokens": num_tokens, "processor_us": each} | cell
 
 
@@ -85,7 +85,7 @@ def _bench(target: str, callers: int, reuse: float, num_tokens: int) -> dict[str
 
 
 def _client(target: str, callers: int, reuse: float, num_tokens: int, file: pathlib.Path) -> subprocess.Popen[str]:
-    options = ["--target", target, "--callers", callers, "--requests", _REQUESTS_EACH * callers, "--reuse", reuse]
+    options = ["--target", target, "--callers", callers, "--requests", REQUESTS_EACH * callers, "--reuse", reuse]
     options += ["--warm-up", _NUM_WARM_UP, "--ignore-eos", "--max-tokens", num_tokens, "--json", file]
     command = [sys.executable, "-c", _COMMAND, "bench", *map(str, options)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

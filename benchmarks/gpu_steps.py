@@ -70,8 +70,12 @@ class StepDriver:
         assert isinstance(backend, PagedBackend), "the backend's pools are private"
         for layer in range(self.runner.get_kv_cache_spec().num_layers):
             pools = backend.pools_of(layer)
-            pools.keys.normal_()
-            pools.values.normal_()
+            for codes, scales in ((pools.keys, pools.key_scales), (pools.values, pools.value_scales)):
+                if pools.is_rounded:
+                    codes.random_(-127, 128)
+                    scales.fill_(1 / 64)
+                else:
+                    codes.normal_()
 
     def run(
         self,
