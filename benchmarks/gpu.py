@@ -31,6 +31,7 @@ from benchmarks.gpu_checks import (
     overlapped_steps_give_the_same_ids,
     parity,
     penalties_agree,
+    rounded_agrees,
 )
 from benchmarks.gpu_decode import DecodeBench
 from benchmarks.gpu_models import SHAPES, shaped_folder
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     folder = pathlib.Path(tempfile.gettempdir()) / "lookonce-gpu-models"
     parser.add_argument("--folder", type=pathlib.Path, default=folder, help="folder for large models (%(default)s)")
     peer.add_arguments(parser)
+    parser.add_argument("--peer-options", type=json.loads, default={}, help="JSON: further arguments of vllm.LLM")
     return parser
 
 
@@ -155,17 +157,6 @@ def _checks(figures: Figures, device: torch.device) -> None:
     del bench
     for check in parity(folder, GPUModelRunner):
         figures.add("checks", asdict(check))
-    if "triton" in cuda_backends(device):
-        _rounded_checks(figures, folder)
-
-
-def _rounded_checks(figures: Figures, folder: pathlib.Path) -> None:
-    for check in parity(folder, GPUModelRunner, rounds_kv_cache=True):
-        figures.add("checks", asdict(check))
-    bench = DecodeBench("small", folder, GPUModelRunner, max(_CHECKED), max_tokens=128, rounds_kv_cache=True)
-    for batch in _CHECKED:
-        check = graphs_give_the_same_bits(bench.driver, batch)
-        figures.add("checks", asdict(replace(check, name=f"{check.name}, keys of 8 bits")))
 
 
 def _decode(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
@@ -197,6 +188,18 @@ def _decode(figures: Figures, device: torch.device, arguments: argparse.Namespac
 
 
 def _rounded(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
+    """Checks and times keys and values of 8 bits."""
+    small = models.small_llava(torch.bfloat16)
+    for check in (
+        *rounded_agrees(cuda_backends(device)["triton"], device),
+        *parity(small, GPUModelRunner, rounds_kv_cache=True),
+    ):
+        figures.add("checks", asdict(check))
+    bench = DecodeBench("small", small, GPUModelRunner, max(_CHECKED), max_tokens=128, rounds_kv_cache=True)
+    for batch in _CHECKED:
+        check = graphs_give_the_same_bits(bench.driver, batch)
+        figures.add("checks", asdict(replace(check, name=f"{check.name}, keys of 8 bits")))
+    del bench
     for name in arguments.model:
         longest = max(arguments.contexts)
         folder = _folder_of(name, arguments, device)
@@ -264,7 +267,7 @@ def _vllm(figures: Figures, device: torch.device, arguments: argparse.Namespace)
         raise peer.PeerError("stage vllm: --peer-python names no installation of vLLM")
     for name in arguments.model:
         folder = _folder_of(name, arguments, device)
-        for cell in vllm_cells(folder, install, _CALLERS, min(arguments.contexts)):
+        for cell in vllm_cells(folder, install, _CALLERS, min(arguments.contexts), arguments.peer_options):
             figures.add("vllm", {"model": name} | cell)
 
 

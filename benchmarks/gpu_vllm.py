@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import models
@@ -28,6 +28,7 @@ def vllm_cells(
     install: PeerInstall,
     callers: Sequence[int],
     context: int,
+    options: Mapping[str, Any],
     *,
     num_tokens: int = NUM_TOKENS,
     device: str = "cuda",
@@ -35,7 +36,7 @@ def vllm_cells(
     """Yields the seconds of the peer's start, its answers about pictures, and steps of both engines without pictures.
 
     Pictures: tokens per second of `callers` requests at once, four times, first about new pictures and then about the
-    same ones. The most callers have all their requests in the queue from the beginning. Steps: behind a prompt of
+    same ones. `options` are further arguments of `vllm.LLM`. The most callers have all their requests in the queue from the beginning. Steps: behind a prompt of
     `context` tokens that is in the prefix cache, both engines in turns.
     """
     longest = max(context, 512) + num_tokens + _BLOCK_SIZE
@@ -47,13 +48,13 @@ def vllm_cells(
         kv_cache_bytes=kv_bytes * 5 // 4,
         dtype="bfloat16",
         max_context_tokens=longest,
-        options={"max_num_seqs": max(callers)},
+        options={"max_num_seqs": max(callers), **options},
     ) as theirs:
         yield {"start_s": theirs.start_s, "version": theirs.version}
         for number in callers:
             yield from _pictures(folder, theirs, number, num_tokens, at_once=number == max(callers))
-        options = ["--num-kv-blocks", num_blocks, "--max-num-seqs", max(callers), "--dtype", "bfloat16"]
-        with EngineThread(["--model", str(folder), "--device", device, *map(str, options)]) as ours:
+        flags = ["--num-kv-blocks", num_blocks, "--max-num-seqs", max(callers), "--dtype", "bfloat16"]
+        with EngineThread(["--model", str(folder), "--device", device, *map(str, flags)]) as ours:
             for number in callers:
                 yield _steps(ours, theirs, number, context, num_tokens)
 

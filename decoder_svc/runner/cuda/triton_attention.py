@@ -88,10 +88,27 @@ def _blocks_at(table, slot, end, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
+def _weighed(scores, key, is_key, start, stop, largest, total, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Returns the weights of one tile of keys, the factor of the sums so far, the sum of weights and the maximum."""
+    if HAS_SOFTCAP:
+        # softcap · tanh(score / softcap), written with exp(-2|x|), which cannot overflow.
+        power = tl.exp(-2 * tl.abs(scores) / softcap)
+        scores = softcap * tl.where(scores < 0, power - 1, 1 - power) / (1 + power)
+    is_seen = is_key[None, :] & (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+    scores = tl.where(is_seen, scores, float("-inf"))
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    # A row that has seen nothing yet has no maximum to subtract.
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = tl.exp(scores - shift[:, None])
+    kept = tl.exp(largest - shift)
+    return weights, kept, total * kept + tl.sum(weights, 1), larger
+
+
+@triton.jit
 def _walk(
-    queries, start, stop, begin, end, first_key, keys, values, key_scales, value_scales, table, scale, softcap,
+    queries, start, stop, begin, end, first_key, keys, values, table, scale, softcap,
     NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_ROUNDED: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Walks over the keys [begin, end) of one head.
 
@@ -106,33 +123,72 @@ def _walk(
     for first in range(begin, end, NUM_KEYS):
         key = first + tl.arange(0, NUM_KEYS)
         is_key = key < end
-        slot = key - first_key
-        slot_place = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * NUM_KV_HEADS
+        slot_place = (block * BLOCK_SIZE + (key - first_key) % BLOCK_SIZE) * NUM_KV_HEADS
         place = (slot_place * HEAD_DIM)[:, None] + dims[None, :]
         block = _blocks_at(table, first + NUM_KEYS - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
         is_value = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        tile = tl.load(keys + place, mask=is_value, other=0).to(queries.dtype)
+        tile = tl.load(keys + place, mask=is_value, other=0.0)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
-        if IS_ROUNDED:
-            scores = scores * tl.load(key_scales + slot_place, mask=is_key, other=0.0)[None, :]
-        if HAS_SOFTCAP:
-            # softcap · tanh(score / softcap), written with exp(-2|x|), which cannot overflow.
-            power = tl.exp(-2 * tl.abs(scores) / softcap)
-            scores = softcap * tl.where(scores < 0, power - 1, 1 - power) / (1 + power)
-        is_seen = is_key[None, :] & (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen nothing yet has no maximum to subtract.
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp(scores - shift[:, None])
-        kept = tl.exp(largest - shift)
-        total = total * kept + tl.sum(weights, 1)
-        tile = tl.load(values + place, mask=is_value, other=0).to(queries.dtype)
-        if IS_ROUNDED:
-            weights = weights * tl.load(value_scales + slot_place, mask=is_key, other=0.0)[None, :]
+        weights, kept, total, largest = _weighed(scores, key, is_key, start, stop, largest, total, softcap, HAS_SOFTCAP)
+        tile = tl.load(values + place, mask=is_value, other=0.0)
         sums = sums * kept[:, None] + tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
-        largest = larger
     return sums, total, largest
+
+
+@triton.jit
+def _number_of(code, dtype):
+    """Returns a code from its lowest 8 bits, to which 128 was added.
+
+    They become the last bits of a float32 number between 2²³ and 2²⁴. Conversions of integers take four times as long.
+    """
+    return (((code & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
+
+
+@triton.jit
+def _halves(pairs, dtype):
+    """Returns the codes of even and of odd dimensions, of which `pairs` holds two in each number of 16 bits."""
+    codes = pairs.to(tl.int32) ^ 0x8080
+    return _number_of(codes, dtype), _number_of(codes >> 8, dtype)
+
+
+@triton.jit
+def _walk_rounded(
+    even_queries, odd_queries, start, stop, begin, end, first_key, keys, values, key_scales, value_scales, table,
+    scale, softcap,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Does what `_walk` does with keys and values of 8 bits.
+
+    Two codes are read as one number of 16 bits, which the matrix units' loads of transposed values can handle. Those of
+    single bytes take longer than reading twice as many bytes from the device's memory.
+    """
+    half_dim: tl.constexpr = HEAD_DIM // 2
+    padded_half: tl.constexpr = PADDED_DIM // 2
+    pairs = tl.arange(0, padded_half)
+    largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
+    total = tl.full([NUM_ROWS], 0.0, tl.float32)
+    even_sums = tl.full([NUM_ROWS, padded_half], 0.0, tl.float32)
+    odd_sums = tl.full([NUM_ROWS, padded_half], 0.0, tl.float32)
+    block = _blocks_at(table, begin - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
+    for first in range(begin, end, NUM_KEYS):
+        key = first + tl.arange(0, NUM_KEYS)
+        is_key = key < end
+        slot_place = (block * BLOCK_SIZE + (key - first_key) % BLOCK_SIZE) * NUM_KV_HEADS
+        place = (slot_place * half_dim)[:, None] + pairs[None, :]
+        block = _blocks_at(table, first + NUM_KEYS - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
+        is_value = is_key[:, None] & (pairs < half_dim)[None, :]
+        even, odd = _halves(tl.load(keys + place, mask=is_value, other=0), even_queries.dtype)
+        scores = tl.dot(even_queries, tl.trans(even), input_precision="ieee")
+        scores = tl.dot(odd_queries, tl.trans(odd), scores, input_precision="ieee") * scale
+        scores = scores * tl.load(key_scales + slot_place, mask=is_key, other=0.0)[None, :]
+        weights, kept, total, largest = _weighed(scores, key, is_key, start, stop, largest, total, softcap, HAS_SOFTCAP)
+        even, odd = _halves(tl.load(values + place, mask=is_value, other=0), even_queries.dtype)
+        weights = weights * tl.load(value_scales + slot_place, mask=is_key, other=0.0)[None, :]
+        weights = weights.to(even.dtype)
+        even_sums = even_sums * kept[:, None] + tl.dot(weights, even, input_precision="ieee")
+        odd_sums = odd_sums * kept[:, None] + tl.dot(weights, odd, input_precision="ieee")
+    return tl.reshape(tl.join(even_sums, odd_sums), [NUM_ROWS, PADDED_DIM]), total, largest
 
 
 # These numbers differ between steps. A variant for 1 and for multiples of 16 would be compiled while serving.
@@ -181,13 +237,26 @@ def _attend(
 
         is_stored = is_row[:, None] & (dims < HEAD_DIM)[None, :]
         place = ((flat_token * num_heads + head) * HEAD_DIM)[:, None] + dims[None, :]
-        queries = tl.load(query + place, mask=is_stored, other=0.0)
-        sums, total, largest = _walk(
-            queries, start, stop, begin, end, first_key, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
-            key_scales + kv_head, value_scales + kv_head,
-            block_table + sequence.to(tl.int64) * table_stride, scale, softcap,
-            NUM_ROWS, NUM_KEYS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP, IS_ROUNDED,
-        )  # fmt: skip
+        own_table = block_table + sequence.to(tl.int64) * table_stride
+        if IS_ROUNDED:
+            half_dim: tl.constexpr = HEAD_DIM // 2
+            pairs = tl.arange(0, PADDED_DIM // 2)
+            first_place = ((flat_token * num_heads + head) * HEAD_DIM)[:, None] + 2 * pairs[None, :]
+            is_pair = is_row[:, None] & (pairs < half_dim)[None, :]
+            sums, total, largest = _walk_rounded(
+                tl.load(query + first_place, mask=is_pair, other=0.0),
+                tl.load(query + first_place + 1, mask=is_pair, other=0.0),
+                start, stop, begin, end, first_key, keys + kv_head * half_dim, values + kv_head * half_dim,
+                key_scales + kv_head, value_scales + kv_head, own_table, scale, softcap,
+                NUM_ROWS, NUM_KEYS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
+            )  # fmt: skip
+        else:
+            queries = tl.load(query + place, mask=is_stored, other=0.0)
+            sums, total, largest = _walk(
+                queries, start, stop, begin, end, first_key, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+                own_table, scale, softcap,
+                NUM_ROWS, NUM_KEYS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
+            )  # fmt: skip
         if num_parts == 1:
             # Padding rows have a total of 0.
             result = (sums / tl.where(is_row, total, 1.0)[:, None]).to(output.dtype.element_ty)
@@ -256,9 +325,10 @@ class TritonBackend(PagedBackend):
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = pools.keys.shape[2]
         num_groups = num_heads // num_kv_heads
-        padded_dim = max(_MIN_TILE, triton.next_power_of_2(head_dim))
+        padded_dim = max(2 * _MIN_TILE if pools.is_rounded else _MIN_TILE, triton.next_power_of_2(head_dim))
         num_counted = 1 if step.max_query_len == 1 else num_tokens
-        tile = tile_of(padded_dim * query.element_size(), num_groups, num_counted, self._shared_bytes)
+        key_bytes = padded_dim * query.element_size()
+        tile = tile_of(key_bytes, num_groups, num_counted, self._shared_bytes, is_rounded=pools.is_rounded)
         num_rows = tile.num_rows
         num_sequences = len(step.kv_lens)
         shape = StepShape(
@@ -283,7 +353,7 @@ class TritonBackend(PagedBackend):
         }  # fmt: skip
         mutual = step.mutual
         _attend[(grid.num_programs,)](
-            query, pools.keys, pools.values, pools.key_scales, pools.value_scales, output, sums, stats,
+            query, *_read_in_pairs(pools), pools.key_scales, pools.value_scales, output, sums, stats,
             group.block_table, group.first_keys, step.query_starts, step.kv_lens,
             step.kv_lens if mutual is None else mutual.starts, step.kv_lens if mutual is None else mutual.stops,
             group.block_table.stride(0), num_sequences, grid.wanted_each,
@@ -301,6 +371,11 @@ class TritonBackend(PagedBackend):
         return output
 
 
+def _read_in_pairs(pools: LayerPools) -> tuple[Tensor, Tensor]:
+    """Returns keys and values as the kernel reads them: codes two by two."""
+    return tuple(pool.view(torch.int16) if pools.is_rounded else pool for pool in (pools.keys, pools.values))
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """The part of the work that a program does at a time."""
@@ -312,16 +387,18 @@ class Tile:
     num_stages: int
 
 
-def tile_of(key_bytes: int, num_groups: int, num_tokens: int, shared_bytes: int) -> Tile:
+def tile_of(key_bytes: int, num_groups: int, num_tokens: int, shared_bytes: int, *, is_rounded: bool = False) -> Tile:
     """Returns a tile that fits into the shared memory of a program; sizes are those that were fastest on an H100.
 
-    `key_bytes` is the size of one key of one head. A step has `num_tokens` tokens, which count as 1 if no sequence
-    has more than one.
+    `key_bytes` is the size of one key of one head in the type of the queries. A step has `num_tokens` tokens, which
+    count as 1 if no sequence has more than one.
     """
     rows = max(_MIN_TILE, triton.next_power_of_2(num_groups))
     if num_tokens > MAX_NARROW_TOKENS:
         rows = max(rows, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
-    keys = max(_MIN_TILE, _TILE_BYTES // key_bytes)
+    # Of float32, a tile of codes becomes four times as large before it is multiplied.
+    stored_bytes = key_bytes // 2 if is_rounded else key_bytes
+    keys = max(_MIN_TILE, _TILE_BYTES // stored_bytes)
     # Queries, weights, and the conversion of sums take memory as well.
     left = shared_bytes - 3 * rows * key_bytes - _OTHER_BYTES
-    return Tile(rows, keys, num_stages=min(_MAX_STAGES, max(1, left // (2 * keys * key_bytes)) + 1))
+    return Tile(rows, keys, num_stages=min(_MAX_STAGES, max(1, left // (2 * keys * stored_bytes)) + 1))

@@ -39,7 +39,7 @@ def main() -> None:
     for capability, available in shared_bytes.items():
         most = 0
         for dtype, head_dim, is_chunk, is_rounded in _VARIANTS:
-            tile = _tile(dtype, head_dim, is_chunk, available)
+            tile = _tile(dtype, head_dim, is_chunk, available, is_rounded=is_rounded)
             source = _attend_source(
                 dtype,
                 head_dim,
@@ -52,6 +52,8 @@ def main() -> None:
             options = {"num_stages": tile.num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cubin" in compiled.asm
+            # Loads of single bytes take longer than reading whole keys from the device's memory.
+            assert "ld.shared.b8" not in compiled.asm["ptx"]
             most = max(most, compiled.metadata.shared)
         others = (_join_source(), *_layer_sources(), *_tower_sources()) if capability == [*shared_bytes][-1] else ()
         for source in others:
@@ -69,9 +71,9 @@ def main() -> None:
         print(most)
 
 
-def _tile(dtype: str, head_dim: int, is_chunk: bool, shared_bytes: int) -> Tile:
+def _tile(dtype: str, head_dim: int, is_chunk: bool, shared_bytes: int, *, is_rounded: bool) -> Tile:
     key_bytes = head_dim * (4 if dtype == "fp32" else 2)
-    return tile_of(key_bytes, _NUM_GROUPS, 1000 if is_chunk else 1, shared_bytes)
+    return tile_of(key_bytes, _NUM_GROUPS, 1000 if is_chunk else 1, shared_bytes, is_rounded=is_rounded)
 
 
 def _attend_source(
@@ -94,7 +96,7 @@ def _attend_source(
         "IS_ROUNDED": is_rounded,
     }
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
-    types |= dict.fromkeys(("keys", "values"), "*i8" if is_rounded else f"*{dtype}")
+    types |= dict.fromkeys(("keys", "values"), "*i16" if is_rounded else f"*{dtype}")
     types |= dict.fromkeys(("key_scales", "value_scales"), "*fp32" if is_rounded else f"*{dtype}")
     types |= dict.fromkeys(("partial_sums", "partial_stats"), "*fp32")
     types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
