@@ -36,8 +36,8 @@ def vllm_cells(
     """Yields the seconds of the peer's start, its answers about pictures, and steps of both engines without pictures.
 
     Pictures: tokens per second of `callers` requests at once, four times, first about new pictures and then about the
-    same ones. `options` are further arguments of `vllm.LLM`. The most callers have all their requests in the queue from the beginning. Steps: behind a prompt of
-    `context` tokens that is in the prefix cache, both engines in turns.
+    same ones. The most callers have all their requests in the queue from the beginning. Steps: behind a prompt of
+    `context` tokens that is in the prefix cache, both engines in turns. `options` are further arguments of `vllm.LLM`.
     """
     longest = max(context, 512) + num_tokens + _BLOCK_SIZE
     num_blocks = (max(callers) + 2) * -(-longest // _BLOCK_SIZE)
