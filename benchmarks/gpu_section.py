@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ def section(figures: Mapping[str, Any]) -> str:
     parts = [
         "## gpu\n\nIs the CUDA path right, and how near to the device's limits is it? "
         f"{figures['device']}, PyTorch {figures['torch']}, bfloat16. 2b and 7b are a Qwen2.5-VL with the language "
-        "models of Qwen2-VL-2B and Qwen2.5-VL-7B and random weights. Steps are launched ahead as in the engine. "
-        "Contexts are taken from the cache. Sampled: temperature, top-p, top-k and a repetition penalty."
+        "models of Qwen2-VL-2B and Qwen2.5-VL-7B and random weights. Stages were run at several times, on machines of "
+        "the same kind. Steps are launched ahead as in the engine. Contexts are taken from the cache. Sampled: "
+        "temperature, top-p, top-k and a repetition penalty."
     ]
     for rows, write in (
         ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
@@ -23,6 +25,8 @@ def section(figures: Mapping[str, Any]) -> str:
     ):  # fmt: skip
         if figures.get(rows):
             parts += write(figures[rows])
+    if figures.get("vllm"):
+        parts += _vllm(figures["vllm"], figures.get("service", ()))
     return "\n\n".join(parts)
 
 
@@ -133,6 +137,37 @@ def _peer(rows: _Rows) -> list[str]:
         f"Prompts of {one['prompt']} tokens and {one['tokens']} tokens each, beside transformers' continuous batching:"
     )
     return [text, report.table(["model", "batch", "ours", "transformers ÷ ours"], table)]
+
+
+def _vllm(rows: _Rows, service: _Rows) -> list[str]:
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["callers"], row["reuse"]
+
+    ours = {key(row): row["completion_tokens_per_s"] for row in service if "callers" in row}
+    pictures = [
+        [
+            row["model"], str(row["callers"]), "known" if row["reuse"] else "new",
+            f"{row['completion_tokens_per_s']:.0f}",
+            f"{ours[key(row)] / row['completion_tokens_per_s']:.2f}" if key(row) in ours else "",
+        ]
+        for row in rows
+        if "callers" in row
+    ]  # fmt: skip
+    steps = []
+    for row in rows:
+        if "batch" in row:
+            ratios = [theirs / own for own, theirs in zip(row["ours_s"], row["theirs_s"], strict=True)]
+            middle = [f"{1000 * statistics.median(row[name]):.2f} ms" for name in ("ours_s", "theirs_s")]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+            steps.append([row["model"], str(row["context"]), str(row["batch"]), *middle, spread])
+    started = next(row for row in rows if "version" in row)
+    return [
+        f"vLLM {started['version']} on the same device, without HTTP, asked the same about pictures; it is ready after "
+        f"{started['start_s']:.0f} s:",
+        report.table(["model", "callers", "pictures", "vLLM, tokens per second", "ours ÷ vLLM"], pictures),
+        "Time between tokens of requests without pictures, both engines in turns:",
+        report.table(["model", "context", "batch", "ours", "vLLM", "vLLM ÷ ours"], steps),
+    ]
 
 
 def _step(row: Mapping[str, Any]) -> str:

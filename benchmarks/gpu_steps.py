@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.cuda.paged_backend import LayerPools, PagedBackend
 from decoder_svc.runner.pending_step import PendingStep
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
@@ -43,6 +43,16 @@ class Run:
     decode_s: list[float]
 
 
+def fill(pools: LayerPools) -> None:
+    """Fills the pools of a layer with random numbers; codes get scales of 1/64."""
+    for pool, scales in ((pools.keys, pools.key_scales), (pools.values, pools.value_scales)):
+        if pools.is_rounded:
+            pool.random_(-127, 128)
+            scales.fill_(1 / 64)
+        else:
+            pool.normal_()
+
+
 class StepDriver:
     """Runs batches of text prompts in one step each and then token by token.
 
@@ -69,13 +79,7 @@ class StepDriver:
         backend = self.runner.backend
         assert isinstance(backend, PagedBackend), "the backend's pools are private"
         for layer in range(self.runner.get_kv_cache_spec().num_layers):
-            pools = backend.pools_of(layer)
-            for codes, scales in ((pools.keys, pools.key_scales), (pools.values, pools.value_scales)):
-                if pools.is_rounded:
-                    codes.random_(-127, 128)
-                    scales.fill_(1 / 64)
-                else:
-                    codes.normal_()
+            fill(backend.pools_of(layer))
 
     def run(
         self,

@@ -16,8 +16,12 @@ from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_section import section
 from benchmarks.gpu_service import service_cells
-from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, largest_difference
+from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, fill, largest_difference
+from benchmarks.gpu_vllm import vllm_cells
+from benchmarks.peer import PeerInstall
 from decoder_svc.runner.attention import SdpaBackend
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.cuda.paged_backend import LayerPools
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 from tests.tiny_models import build_llava_clip
@@ -60,7 +64,7 @@ def test_without_a_gpu_it_says_so_and_nothing_is_wrong(
 
 @pytest.mark.usefixtures("limits")
 def test_every_stage_leaves_figures_that_make_a_section(
-    folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    folder: pathlib.Path, install: PeerInstall, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is this processor; everything else is as on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -82,13 +86,34 @@ def test_every_stage_leaves_figures_that_make_a_section(
     monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
     file = tmp_path / "figures.json"
     monkeypatch.setattr(gpu, "encoder_rates", functools.partial(gpu.encoder_rates, device="cpu"))
-    options = ["--stage", *gpu.STAGES, "--model", "tiny", "--batches", "1", "4", "--contexts", "32"]
+    # Keys of 8 bits need Triton.
+    stages = [stage for stage in gpu.STAGES if stage != "rounded"]
+    monkeypatch.setattr(gpu, "vllm_cells", functools.partial(vllm_cells, num_tokens=4, device="cpu"))
+    options = [
+        "--stage",
+        *stages,
+        "--peer-python",
+        str(install.python),
+        "--model",
+        "tiny",
+        "--batches",
+        "1",
+        "4",
+        "--contexts",
+        "32",
+    ]
     monkeypatch.setattr(sys, "argv", ["gpu", *options, "--json", str(file), "--folder", str(tmp_path)])
     gpu.main()
     figures = json.loads(file.read_text("utf-8"))
     assert len(figures["decode"]) == 2 * 2 * 2
     assert {row["has_graphs"] for row in figures["mixed"]} == {True, False}
-    assert [*figures["stage_s"][-1]] == ["peer"]
+    assert [*figures["stage_s"][-1]] == ["vllm"]
+    started, *answered, steps = figures["vllm"]
+    assert started["version"] == "0.0"
+    assert [(row["callers"], row["reuse"]) for row in answered] == [(2, 0.0), (2, 1.0)]
+    # The stand-in needs 2 s for what follows the first token.
+    assert steps["theirs_s"] == [pytest.approx(2 / 3)] * 3
+    assert all(second > 0 for second in steps["ours_s"])
     started, *served = figures["service"]
     assert started["start_s"] > 0
     assert [(row["num_failed"], row["image_rows"]["encoded"] > 0) for row in served] == [(0, True), (0, False)]
@@ -99,6 +124,8 @@ def test_every_stage_leaves_figures_that_make_a_section(
         "56 × 56",
         "| tiny | 2 | known |",
         "not asked",
+        "vLLM 0.0 on the same device",
+        "| tiny | 32 | 2 |",
         "a pretended device",
     ):
         assert told in text
@@ -111,6 +138,28 @@ def test_a_right_runner_passes_and_a_wrong_one_does_not(folder: pathlib.Path, mo
     right = TensorBackend.attend_paged
     monkeypatch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.5)
     assert not any(check.passed for check in gpu_checks.parity(folder, RecordingRunner, prompt_tokens=20))
+
+
+def test_answers_with_keys_of_8_bits_are_compared(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = gpu_checks.parity(folder, CPUModelRunner, 20, rounds_kv_cache=True)
+    assert all(check.passed for check in checks), checks
+    assert all("keys of 8 bits" in check.name for check in checks)
+
+    right = TensorBackend.attend_paged
+    monkeypatch.setattr(TensorBackend, "can_round", True)
+    monkeypatch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.5)
+    checks = gpu_checks.parity(folder, RecordingRunner, 20, rounds_kv_cache=True)
+    assert not any(check.passed for check in checks), checks
+
+
+def test_pools_are_filled_with_numbers_or_with_codes_and_scales() -> None:
+    pools = [torch.zeros(2, 4, 2, 8) for _ in range(2)]
+    fill(LayerPools(*pools, *pools))
+    codes = [torch.zeros(2, 4, 2, 8, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.zeros(2, 4, 2) for _ in range(2)]
+    fill(LayerPools(*codes, *scales))
+    assert all(each.float().std() > 0 for each in (*pools, *codes))
+    assert all(bool((each == 1 / 64).all()) for each in scales)
 
 
 def test_backends_are_compared_with_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:

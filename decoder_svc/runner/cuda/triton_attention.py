@@ -49,7 +49,8 @@ _CHUNK_ROWS = 64
 _TILE_BYTES = 16 << 10
 # Shared memory that does not depend on the tile.
 _OTHER_BYTES = 8 << 10
-_MAX_STAGES = 3
+# 1, and the most tiles of keys and values that are loaded ahead; of 8 bits, tiles have twice as many keys.
+_MAX_STAGES, _MAX_ROUNDED_STAGES = 3, 2
 # Shared memory of a program on devices of compute capability 8.6 and 8.9; others have more.
 LEAST_SHARED_BYTES = 99 << 10
 
@@ -396,9 +397,10 @@ def tile_of(key_bytes: int, num_groups: int, num_tokens: int, shared_bytes: int,
     rows = max(_MIN_TILE, triton.next_power_of_2(num_groups))
     if num_tokens > MAX_NARROW_TOKENS:
         rows = max(rows, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
-    # Of float32, a tile of codes becomes four times as large before it is multiplied.
+    # Codes are expanded before they are multiplied, to four times their size in float32.
     stored_bytes = key_bytes // 2 if is_rounded else key_bytes
     keys = max(_MIN_TILE, _TILE_BYTES // stored_bytes)
     # Queries, weights, and the conversion of sums take memory as well.
     left = shared_bytes - 3 * rows * key_bytes - _OTHER_BYTES
-    return Tile(rows, keys, num_stages=min(_MAX_STAGES, max(1, left // (2 * keys * stored_bytes)) + 1))
+    most = _MAX_ROUNDED_STAGES if is_rounded else _MAX_STAGES
+    return Tile(rows, keys, num_stages=min(most, max(1, left // (2 * keys * stored_bytes)) + 1))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
 
+from benchmarks import gpu_checks
 from decoder_svc.runner.attention import AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step
@@ -66,3 +68,20 @@ def test_a_number_that_is_none_stays_in_its_sequence() -> None:
     assert torch.equal(outputs[0][:, 2:], wanted[0][:, 2:])
     for output, want in zip(outputs[1:], wanted[1:], strict=True):
         assert torch.equal(output, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_numbers_that_rounding_keeps_give_the_results_of_plain_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`benchmarks.gpu` makes the same check on a GPU. The interpreter has no bfloat16."""
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=2, head_dim=40, dtype=dtype, block_size=16)
+    monkeypatch.setattr(gpu_checks, "_spec", lambda: spec)
+    monkeypatch.setattr(gpu_checks, "_NUM_HEADS", 8)
+    trials = {"decode": [(20, 1)] * 2, "long decode": [(700, 1)], "chunks": [(30, 5), (0, 20), (60, 1)]}
+    monkeypatch.setattr(gpu_checks, "TRIALS", trials)
+    checks = gpu_checks.rounded_agrees(functools.partial(TritonBackend, SOME), torch.device("cpu"))
+    assert all(check.passed for check in checks), checks
+    monkeypatch.setattr(gpu_checks, "CODE", 1 / 32)
+    checks = gpu_checks.rounded_agrees(functools.partial(TritonBackend, SOME), torch.device("cpu"))
+    assert not any(check.passed for check in checks), checks

@@ -116,14 +116,19 @@ def test_parts_of_long_sequences_give_the_reference_results() -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("num_tokens", [1, 100, 1000])
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
-def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, num_tokens: int, shared_bytes: int) -> None:
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_tiles_fit_into_shared_memory(
+    element_bytes: int, head_dim: int, num_tokens: int, shared_bytes: int, is_rounded: bool
+) -> None:
     key_bytes = element_bytes * head_dim
-    tile = tile_of(key_bytes, 4, num_tokens, shared_bytes)
+    tile = tile_of(key_bytes, 4, num_tokens, shared_bytes, is_rounded=is_rounded)
     assert tile.num_rows >= 16
     assert tile.num_keys >= 16
     assert tile.num_stages >= 2
     # Queries, and the keys and values that are loaded ahead.
-    assert (tile.num_rows + 2 * (tile.num_stages - 1) * tile.num_keys) * key_bytes <= shared_bytes
+    stored_bytes = head_dim if is_rounded else key_bytes
+    ahead = 2 * (tile.num_stages - 1) * tile.num_keys * stored_bytes
+    assert tile.num_rows * key_bytes + ahead <= shared_bytes
 
 
 def test_a_device_with_more_shared_memory_loads_further_ahead() -> None:
