@@ -261,7 +261,12 @@ def _context_tokens(settings: DecoderSettings, most_positions: int) -> int:
             f"config.json: max_position_embeddings is {most_positions}, which leaves no room for a prompt and an "
             "answer; use the config.json that belongs to the weights"
         )
-    return min(settings.max_context_tokens or most_positions, most_positions)
+    wanted = settings.max_context_tokens or most_positions
+    if wanted > most_positions:
+        logger.warning(
+            "max_context_tokens is %d, and the model has %d positions, which are the limit", wanted, most_positions
+        )
+    return min(wanted, most_positions)
 
 
 def _limits(

@@ -186,6 +186,12 @@ def load_text(settings: DecoderSettings) -> LoadedText:
     family = load_family(folder, pretrained)
     config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True).get_text_config()
     tokenizer = TextTokenizer(pretrained)
+    defaults = load_defaults(folder.path, tokenizer.eos_token_id)
+    if tokenizer.unknown_ids(tuple(defaults.eos_token_ids)) == defaults.eos_token_ids:
+        _log.warning(
+            "the tokenizer has no end token of this folder, so answers end at max_tokens or stop strings only",
+            eos_token_id=sorted(defaults.eos_token_ids),
+        )
     return LoadedText(
         folder=folder,
         tokenizer=tokenizer,
@@ -193,7 +199,7 @@ def load_text(settings: DecoderSettings) -> LoadedText:
         if family.finish_text is not None
         else ChatTemplate.load(folder.path, pretrained, family.placeholder, family.video_placeholder),
         family=family,
-        defaults=load_defaults(folder.path, tokenizer.eos_token_id),
+        defaults=defaults,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )

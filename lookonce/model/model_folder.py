@@ -27,6 +27,16 @@ _CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.js
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+# Sizes in config.json and its parts, and their largest values: far above those of any model, and small enough that a
+# product of two can be computed and refused.
+_LARGEST_SIZE, _MOST_LAYERS = 1 << 24, 4096
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "embed_dim"), _LARGEST_SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
+    **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings"), _LARGEST_SIZE),
+    **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
+}
+_TOKENS = ("image_token_index", "image_token_id", "video_token_index", "video_token_id")
 _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
 
 
@@ -57,6 +67,7 @@ class ModelFolder:
             raise ModelFolderError(_without_config(path))
         config = read_json_object(path / _CONFIG_FILE)
         model_type, architecture = _checked_architecture(path, config)
+        _check_sizes(path, config)
         _refuse_own_code(path)
         storage = _storage(path, config)
         return cls(
@@ -133,6 +144,34 @@ def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tupl
             f"{path}/config.json names the architectures {config.get('architectures')!r}; {model_type} needs {[wanted]}"
         )
     return model_type, wanted
+
+
+def _check_sizes(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelFolderError for a size that no model has, and for a layer of the tower that is not there."""
+    parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
+    for where, part in parts.items():
+        for name, largest in _SIZES.items():
+            size = part.get(name)
+            if isinstance(size, int) and not 1 <= size <= largest:
+                raise ModelFolderError(
+                    f"{path}/{_CONFIG_FILE}: {where}{name} must be a number from 1 to {largest:,}, not {size}; "
+                    "download config.json again"
+                )
+    for name in _TOKENS:
+        token_id = config.get(name)
+        if isinstance(token_id, int) and not 0 <= token_id < _LARGEST_SIZE:
+            raise ModelFolderError(
+                f"{path}/{_CONFIG_FILE}: {name} must be the id of a token, not {token_id}; download config.json again"
+            )
+    chosen, num_layers = config.get("vision_feature_layer"), parts.get("vision_config.", {}).get("num_hidden_layers")
+    if isinstance(num_layers, int):
+        # The tower's input counts as a layer, too.
+        for layer in chosen if isinstance(chosen, list) else [chosen]:
+            if isinstance(layer, int) and not -num_layers - 1 <= layer <= num_layers:
+                raise ModelFolderError(
+                    f"{path}/{_CONFIG_FILE}: vision_feature_layer is {layer}, and the vision tower has {num_layers} "
+                    "layers; download config.json again"
+                )
 
 
 def _storage(path: pathlib.Path, config: Mapping[str, Any]) -> Storage | None:

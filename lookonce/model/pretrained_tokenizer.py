@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from lookonce.errors import ModelFolderError
@@ -14,6 +15,8 @@ _ORDINARY_TEXT = "What is in the picture? 0123456789"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 _TEMPLATE_FILE = "chat_template.jinja"
+# Largest id of a token. Tables with a place for each id are made of a vocabulary.
+_LARGEST_ID = (1 << 24) - 1
 
 _log = get_logger(__name__)
 
@@ -44,6 +47,7 @@ def load_pretrained(folder: pathlib.Path) -> Any:
         raise ModelFolderError(
             f"{folder.name} has no fast tokenizer; save the tokenizer with transformers as tokenizer.json"
         )
+    _check_ids(folder, pretrained.get_vocab())
     _check_works(pretrained)
     return pretrained
 
@@ -71,6 +75,23 @@ def _check_template(folder: pathlib.Path) -> None:
         raise ModelFolderError(
             f"{_TEMPLATE_FILE} of {folder.name} cannot be read: {reason}; download it again"
         ) from error
+
+
+def _check_ids(folder: pathlib.Path, vocabulary: Mapping[str, int]) -> None:
+    """Raises ModelFolderError if two tokens have one id, or one has an id that no model has."""
+    tokens: dict[int, str] = {}
+    for token, token_id in vocabulary.items():
+        if token_id > _LARGEST_ID:
+            raise ModelFolderError(
+                f"the tokenizer of {folder.name} has the id {token_id} for {token[:50]!r}, over {_LARGEST_ID:,}; "
+                "download tokenizer.json again"
+            )
+        if token_id in tokens:
+            raise ModelFolderError(
+                f"the tokenizer of {folder.name} has one id, {token_id}, for {tokens[token_id][:50]!r} and "
+                f"{token[:50]!r}; download tokenizer.json again"
+            )
+        tokens[token_id] = token
 
 
 def _check_works(pretrained: Any) -> None:

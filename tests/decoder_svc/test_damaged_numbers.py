@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decoder_svc.service import load_text
+from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import load_text_half
 from lookonce.model.model_folder import ModelFolder
+from lookonce.server.settings_parser import parse_settings
 from tests.conftest import DEMO_MODEL, REPOSITORY
 
 # Ends of names of tensors.
@@ -123,3 +126,13 @@ def test_json_without_a_bottom_is_told(folder: pathlib.Path, name: str) -> None:
 
 def test_pools_beyond_any_memory_are_refused_as_settings(folder: pathlib.Path) -> None:
     assert "--num-kv-blocks: Input should be less" in decoder_log(folder, "--num-kv-blocks", str(2**63 - 1))
+
+
+def test_an_end_token_that_is_not_there_is_logged(folder: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = parse_settings(DecoderSettings, ["--model", str(folder)], "decoder_svc")
+    load_text(settings)
+    assert "no end token" not in capfd.readouterr().err
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 10**9}))
+    load_text(settings)
+    assert "has no end token of this folder" in capfd.readouterr().err

@@ -9,6 +9,8 @@ Time of plain ÷ packed on 2 × AMD EPYC (AVX512-BF16), layers of 576 … 3072, 
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from lookonce.model.kernels.activation import Activation
@@ -17,8 +19,14 @@ from lookonce.model.kernels.linear_layers import agrees_with_plain
 # Number of rows for which oneDNN chooses the layout. 32 was as fast as the true number from 1 to 4608 rows.
 _ROWS_HINT = 32
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
-# Processor features per element type; packing pays if the processor has any of them.
-_CAPABILITIES = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float32: ("avx512_f",)}
+# Processor features per element type; packing can pay if the processor has any of them, and a trial decides.
+_CAPABILITIES = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float32: ("avx2", "avx512_f")}
+# oneDNN's variable that takes instructions away from it, and parts of those values that leave it these features.
+_LIMIT = "ONEDNN_MAX_CPU_ISA"
+_SUFFICIENT = {
+    torch.bfloat16: ("BF16", "FP16", "AVX10", "AMX", "ALL", "DEFAULT"),
+    torch.float32: ("AVX2", "AVX512", "AVX10", "AMX", "ALL", "DEFAULT"),
+}
 # oneDNN's names of the activations that it can fuse, with the algorithm.
 _ACTIVATIONS = {
     Activation.NONE: ("none", ""),
@@ -71,10 +79,18 @@ def unpackable_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     missing = [name for name in _OPERATORS if not hasattr(torch.ops.mkldnn, name)]
     if missing:
         return f"this PyTorch has no operator mkldnn::{missing[0]}"
+    return _lacking(dtype)
+
+
+def _lacking(dtype: torch.dtype) -> str | None:
     ask = getattr(torch.cpu, "get_capabilities", None)
     found = {} if ask is None else ask()
+    wanted = ", ".join(_CAPABILITIES[dtype])
     if not any(found.get(name) for name in _CAPABILITIES[dtype]):
-        return f"the processor has none of {', '.join(_CAPABILITIES[dtype])}"
+        return f"the processor has none of {wanted}"
+    limit = os.environ.get(_LIMIT, "DEFAULT")
+    if not any(part in limit.upper() for part in _SUFFICIENT[dtype]):
+        return f"{_LIMIT} is {limit}, with which oneDNN uses none of {wanted}"
     return None
 
 

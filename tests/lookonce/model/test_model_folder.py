@@ -157,3 +157,37 @@ def test_weights_that_are_a_folder_are_refused(name: str, folder: pathlib.Path) 
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ModelFolderError, match=r"is no regular file|is missing, although"):
         ModelFolder.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "size"),
+    [
+        ("text_config", "hidden_size", 1 << 31),
+        ("text_config", "vocab_size", 0),
+        ("text_config", "num_hidden_layers", 1_000_000),
+        ("vision_config", "num_hidden_layers", 1_000_000),
+        ("vision_config", "patch_size", 0),
+        ("vision_config", "image_size", -1),
+    ],
+)
+def test_a_size_that_no_model_has_is_told_before_memory_is_taken(
+    folder: pathlib.Path, part: str, name: str, size: int
+) -> None:
+    edit(folder / "config.json", lambda config: config[part].update({name: size}))
+    assert f"{part}.{name} must be a number from 1 to" in refusal(folder)
+
+
+@pytest.mark.parametrize("token_id", [-1, 1 << 40])
+def test_an_image_token_that_is_no_id_is_told(folder: pathlib.Path, token_id: int) -> None:
+    edit(folder / "config.json", lambda config: config.update(image_token_index=token_id))
+    assert f"image_token_index must be the id of a token, not {token_id}" in refusal(folder)
+
+
+@pytest.mark.parametrize("layers", [99, -99, [-2, 99]])
+def test_a_layer_that_the_tower_does_not_have_is_told(folder: pathlib.Path, layers: int | list[int]) -> None:
+    edit(folder / "config.json", lambda config: config.update(vision_feature_layer=layers))
+    assert "vision_feature_layer is " in refusal(folder)
+    num_layers = json.loads((folder / "config.json").read_text())["vision_config"]["num_hidden_layers"]
+    for layer in (-num_layers - 1, num_layers, [-2, 0]):
+        edit(folder / "config.json", lambda config, layer=layer: config.update(vision_feature_layer=layer))
+        ModelFolder.open(folder)

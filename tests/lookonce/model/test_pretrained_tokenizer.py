@@ -53,3 +53,15 @@ def test_a_tokenizer_without_a_token_for_some_characters_is_accepted(tmp_path: p
     assert pretrained.encode("xx") == [0, 0]
     with pytest.raises(Exception, match="unk_id"):
         pretrained.encode("What")
+
+
+@pytest.mark.parametrize(("token_id", "told"), [(1 << 30, "has the id 1073741824"), (7, "has one id, 7, for")])
+def test_ids_that_no_vocabulary_has_are_told(token_id: int, told: str, tmp_path: pathlib.Path) -> None:
+    """A table with a place for each id would take gigabytes."""
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[[*vocabulary][-1]] = token_id
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelFolderError, match=told):
+        load_pretrained(folder)

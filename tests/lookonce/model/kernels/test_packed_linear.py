@@ -84,7 +84,7 @@ def test_a_layer_with_wrong_results_is_detected(dtype: torch.dtype, spoil: Any) 
 
 
 def lacks_capability(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True}, raising=False)
+    patch.setattr(torch.cpu, "get_capabilities", lambda: {"sse4": True}, raising=False)
 
 
 def lacks_one_dnn(patch: pytest.MonkeyPatch) -> None:
@@ -103,6 +103,28 @@ def test_layers_that_cannot_be_packed_stay_plain(spoil: Any, reason: str, monkey
     spoil(monkeypatch)
     assert packed(linear(torch.float32)) is None
     assert reason in str(unpackable_reason(torch.float32, CPU))
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_enough"),
+    [
+        ("AVX2", {torch.float32}),
+        ("avx512_core", {torch.float32}),
+        ("AVX512_CORE_BF16", {torch.float32, torch.bfloat16}),
+        ("AVX512_CORE_AMX", {torch.float32, torch.bfloat16}),
+        ("DEFAULT", {torch.float32, torch.bfloat16}),
+        ("SSE41", set()),
+    ],
+)
+def test_a_limit_of_instructions_counts(
+    limit: str, is_enough: set[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"avx2": True, "avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    reasons = {dtype: unpackable_reason(dtype, CPU) for dtype in (torch.float32, torch.bfloat16)}
+    assert {dtype for dtype, reason in reasons.items() if reason is None} == is_enough
+    assert all("ONEDNN_MAX_CPU_ISA" in reason for reason in reasons.values() if reason is not None)
 
 
 def test_only_layers_that_gain_are_packed() -> None:
