@@ -37,6 +37,10 @@ _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
 }
 _TOKENS = ("image_token_index", "image_token_id", "video_token_index", "video_token_id")
+# Types that are not served, with the property that stands against it (docs/adr/0048).
+_APART = "which attends to images apart from the text (cross-attention) and is not served"
+_TOGETHER = "whose encoder reads image and prompt together, and which is not served"
+_UNSERVED_TYPES = {"mllama": _APART, "florence2": _TOGETHER, "t5gemma2": _TOGETHER}
 _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
 
 
@@ -137,7 +141,8 @@ def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tupl
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
-        raise ModelFolderError(f"{path} holds a model of type {model_type!r}; supported types are {supported}")
+        reason = f", {_UNSERVED_TYPES[model_type]}" if model_type in _UNSERVED_TYPES else ""
+        raise ModelFolderError(f"{path} holds a model of type {model_type!r}{reason}; supported types are {supported}")
     wanted = FAMILIES[model_type].architecture
     if config.get("architectures") != [wanted]:
         raise ModelFolderError(

@@ -191,3 +191,14 @@ def test_a_layer_that_the_tower_does_not_have_is_told(folder: pathlib.Path, laye
     for layer in (-num_layers - 1, num_layers, [-2, 0]):
         edit(folder / "config.json", lambda config, layer=layer: config.update(vision_feature_layer=layer))
         ModelFolder.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mllama", "attends to images apart from the text"), ("t5gemma2", "reads image and prompt together")],
+)
+def test_a_type_that_cannot_be_served_is_told_with_the_property(
+    folder: pathlib.Path, model_type: str, reason: str
+) -> None:
+    edit(folder / "config.json", lambda config: config.update(model_type=model_type))
+    assert reason in refusal(folder)
