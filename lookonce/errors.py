@@ -35,6 +35,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+# Characters of a message about a model folder.
+_MOST_CHARS = 2000
+
 
 class LookonceError(Exception):
     """Base class of all errors that users of the SDK and operators see.
@@ -261,6 +264,16 @@ class ConfigurationError(StartupError):
 
 
 class ModelFolderError(StartupError):
-    """The model folder cannot be loaded, or not be served correctly."""
+    """The model folder cannot be loaded, or not be served correctly.
+
+    A message may quote names from the folder's files. It is made fit for a terminal: control characters are escaped, and
+    the middle of a long message is left out.
+    """
 
     code, reason = "FAILED_PRECONDITION", "MODEL_FOLDER"
+
+    def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
+        if len(message) > _MOST_CHARS:
+            message = f"{message[: _MOST_CHARS // 2]} … {message[-_MOST_CHARS // 2 :]}"
+        printable = (each if each.isprintable() else repr(each)[1:-1] for each in message)
+        super().__init__("".join(printable), metadata=metadata)

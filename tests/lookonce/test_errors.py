@@ -118,3 +118,12 @@ def test_errors_come_back_from_another_process() -> None:
             found = pool.submit(_raise, error).exception(timeout=60)
             # The pool names the other process's traceback as the cause, and adds nothing else.
             _assert_same(found, error)
+
+
+def test_names_from_a_models_files_reach_no_terminal_as_they_are() -> None:
+    error = errors.ModelFolderError(f"the weights \x1b[2J\n{'x' * 10_000}\u202e are wrong; download them again")
+    assert error.message.startswith("the weights \\x1b[2J\\nxxx")
+    assert error.message.endswith("xxx\\u202e are wrong; download them again")
+    assert len(error.message) < 2100
+    assert error.message.isprintable()
+    assert errors.ModelFolderError("Größe „8“ ist falsch").message == "Größe „8“ ist falsch"
