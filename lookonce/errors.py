@@ -266,8 +266,8 @@ class ConfigurationError(StartupError):
 class ModelFolderError(StartupError):
     """The model folder cannot be loaded, or not be served correctly.
 
-    A message may quote names from the folder's files. It is made fit for a terminal: control characters are escaped, and
-    the middle of a long message is left out.
+    A message may quote names from the folder's files. It is made fit for a terminal: control characters are escaped,
+    and the middle of a long message is left out.
     """
 
     code, reason = "FAILED_PRECONDITION", "MODEL_FOLDER"
