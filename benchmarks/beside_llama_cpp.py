@@ -30,7 +30,7 @@ from benchmarks.runner_steps import RunnerSteps
 _NAME = "beside_llama_cpp"
 _WORKER = pathlib.Path(__file__).with_name("llama_cpp_worker.py")
 _PYTHON_VARIABLE = "LOOKONCE_LLAMA_CPP_PYTHON"
-# Bits of our weights by the peer's form.
+# Our bits of a weight for each form of llama.cpp; None: 16.
 _FORMS = {"F16": None, "Q8_0": 8, "Q4_0": 4}
 _OUR_NAMES = {"F16": "bfloat16", "Q8_0": "int8", "Q4_0": "int4"}
 _NUM_PROMPTS = 8
@@ -53,7 +53,7 @@ class Cell:
 
 
 class LlamaCpp:
-    """The peer's process."""
+    """Runs llama.cpp in a process of its own and asks it."""
 
     def __init__(self, python: pathlib.Path, first: dict[str, Any]) -> None:
         """`first` is what its first line tells it. Raises RuntimeError if it does not start."""

@@ -69,7 +69,7 @@ def _pictures(
         pictures = (draw_picture(numbers, _SIZE_PX) for _ in range(number))
         return [prompts.request(_QUESTION, [picture], num_tokens) for picture in pictures]
 
-    # The warm-up.
+    # The first request warms the engine up.
     theirs.run(asked(1))
     requests = asked(REQUESTS_EACH * callers)
     size = len(requests) if at_once else callers

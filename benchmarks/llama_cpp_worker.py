@@ -29,7 +29,7 @@ _FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}
 
 
 class Engine:
-    """One model in one form, with a context for a number of sequences."""
+    """Computes with one model in one form, for a number of sequences."""
 
     def __init__(self, file: pathlib.Path, num_threads: int, max_batch: int, max_tokens: int) -> None:
         import llama_cpp  # type: ignore[import-not-found,unused-ignore]
