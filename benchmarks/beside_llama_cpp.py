@@ -74,7 +74,7 @@ class LlamaCpp:
         return found
 
     def close(self) -> None:
-        """Ends the process."""
+        """Closes its standard input and waits for its end."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         self._popen.wait(30)

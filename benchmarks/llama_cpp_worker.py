@@ -70,7 +70,7 @@ class Engine:
         return self._best(0)
 
     def close(self) -> None:
-        """Releases the model."""
+        """Releases the memory of the model and its context."""
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
