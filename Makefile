@@ -36,7 +36,7 @@ help: ## show this list
 
 venv: $(INSTALLED) ## create the virtual environment .venv with everything installed
 
-demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
+demo: $(INSTALLED) ## start all services, draw three pictures, ask six questions
 	@$(BIN)/python -m demo.run
 
 test: $(INSTALLED) ## all tests, and at the end why some were skipped

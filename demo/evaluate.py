@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from demo.chats import Chat, Message, messages, random_chat
+from demo.model import MAX_NEW_TOKENS
 from demo.questions import DemoQuestion
 from demo.scenes import NUM_TRAINING_SEEDS, random_scene, render
 from demo.wordings import Split
@@ -82,7 +83,11 @@ class DemoModel:
         inputs = self._processor(text=prompts, images=images, padding=True, return_tensors="pt")
         with torch.inference_mode():
             output = self._model.generate(
-                **inputs, do_sample=False, max_new_tokens=32, return_dict_in_generate=True, output_logits=True
+                **inputs,
+                do_sample=False,
+                max_new_tokens=MAX_NEW_TOKENS,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
         generated = output.sequences[:, inputs["input_ids"].shape[1] :]
         best = torch.stack(output.logits, dim=1).topk(2, dim=-1).values

@@ -65,6 +65,9 @@ LESSONS: Final = (
     Lesson(1.00, _ABOUT_ONE + _COMPARING, 0.1, _ALL_SHAPES),
 )
 
+LIST_LESSON: Final = Lesson(1.00, (*_ABOUT_ONE, *(QuestionKind.LIST,) * 2, *_COMPARING), 0.05, _ALL_SHAPES)
+"""The last stage: lists as JSON among all that was learnt before."""
+
 
 def lesson_at(done: float) -> Lesson:
     """Returns the lesson after a share `done`, from 0 to 1, of the training steps."""

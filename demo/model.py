@@ -28,6 +28,8 @@ GRID_SIDE: Final = IMAGE_SIDE_PX // PATCH_SIDE_PX
 NUM_ROWS: Final = GRID_SIDE * GRID_SIDE
 """Number of embedding rows, and so of placeholder tokens, of one picture."""
 HIDDEN_SIZE: Final = 128
+MAX_NEW_TOKENS: Final = 192
+"""Most tokens of an answer: a list of three shapes as JSON takes up to 140."""
 
 _ROPE_THETA: Final = 1e6
 """Base of the rotary positions. With the usual 10 000, half of the channels rotate too fast to compare a word with a
@@ -95,7 +97,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForCondit
     start_out_matching(model.model.language_model)
     model.generation_config.update(
         do_sample=False,
-        max_new_tokens=32,
+        max_new_tokens=MAX_NEW_TOKENS,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -5,13 +5,14 @@ It knows scenes and wordings, but no tokens, chat templates or models.
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from demo.scenes import PlacedShape, Scene, png_bytes, random_scene
+from demo.scenes import COLOURS, SCENE_GRID_SIDE, SHAPES, PlacedShape, Scene, png_bytes, position_name, random_scene
 from demo.wordings import (
     HELD_OUT_OPENERS,
     TRAINING_CLOSERS,
@@ -28,6 +29,26 @@ COMPARING_KINDS: Final = frozenset({QuestionKind.WHICH_PICTURE, QuestionKind.COU
 
 DEMO_SCENES: Final = ((10_000_001, 3), (10_000_002, 2), (10_000_003, 3))
 """(seed, number of shapes) of the pictures of the demo session; training never draws them."""
+
+_POSITIONS: Final = [position_name(row, column) for row in range(SCENE_GRID_SIDE) for column in range(SCENE_GRID_SIDE)]
+_LISTED_FIELDS: Final = {"shape": list(SHAPES), "colour": list(COLOURS), "position": _POSITIONS}
+LIST_SCHEMA: Final[Mapping[str, object]] = {
+    "type": "object",
+    "properties": {
+        "shapes": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {name: {"enum": values} for name, values in _LISTED_FIELDS.items()},
+                "required": list(_LISTED_FIELDS),
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["shapes"],
+    "additionalProperties": False,
+}
+"""JSON schema of the answers to questions of the kind LIST."""
 
 _LONE_PICTURE: Final = ("the picture", "this picture", "the image", "this image", "the drawing")
 
@@ -52,8 +73,11 @@ class Asked:
 def ask(kind: QuestionKind, scenes: Sequence[Scene], target: int, split: Split, rng: random.Random) -> Question | None:
     """Returns a question of this kind about `scenes[target]`, or about all scenes for the kinds that compare pictures.
 
-    Returns None if these pictures give no unambiguous answer to a question of this kind.
+    Returns None if these pictures give no unambiguous answer to a question of this kind. Lists are asked for with a
+    single picture only: the model is too small to learn more of them in minutes.
     """
+    if kind is QuestionKind.LIST and len(scenes) > 1:
+        return None
     asked = compare(kind, scenes, rng) if kind in COMPARING_KINDS else _ABOUT_ONE[kind](scenes[target], rng)
     if asked is None:
         return None
@@ -103,6 +127,12 @@ def describe(scene: Scene) -> str:
     """Names all shapes in reading order, for example "a red circle, an orange star and a blue square"."""
     names = [_with_article(placed.name) for placed in scene.shapes]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def list_shapes(scene: Scene) -> str:
+    """Returns all shapes in reading order as one line of JSON that LIST_SCHEMA allows."""
+    shapes = [{name: getattr(placed, name) for name in _LISTED_FIELDS} for placed in scene.shapes]
+    return json.dumps({"shapes": shapes})
 
 
 def compare(kind: QuestionKind, scenes: Sequence[Scene], rng: random.Random) -> Asked | None:
@@ -158,12 +188,17 @@ def _describe(scene: Scene, rng: random.Random) -> Asked:
     return Asked(describe(scene), {})
 
 
+def _list(scene: Scene, rng: random.Random) -> Asked:
+    return Asked(list_shapes(scene), {})
+
+
 _ABOUT_ONE: Final[dict[QuestionKind, Callable[[Scene, random.Random], Asked | None]]] = {
     QuestionKind.COLOUR: _colour,
     QuestionKind.SHAPE: _shape,
     QuestionKind.COUNT: _count_all,
     QuestionKind.POSITION: _position,
     QuestionKind.DESCRIBE: _describe,
+    QuestionKind.LIST: _list,
 }
 
 
@@ -230,10 +265,15 @@ class DemoQuestion:
     parts: tuple[str | bytes, ...]
     """The user message in order: a PNG file as bytes, or text as str."""
     expected: str
+    json_schema: Mapping[str, object] | None = None
+    """Schema that the answer must follow, if any."""
 
 
 def demo_session() -> list[DemoQuestion]:
-    """Returns five fixed questions: two on the first picture, one on the second, one on the third, one on two."""
+    """Returns six fixed questions: two on the first picture, one on the second, two on the third, one on two pictures.
+
+    One of those on the third picture asks for JSON.
+    """
     first, second, third = (random_scene(seed, count) for seed, count in DEMO_SCENES)
     one, two, three = png_bytes(first), png_bytes(second), png_bytes(third)
     thing = second.shapes[0]
@@ -246,4 +286,5 @@ def demo_session() -> list[DemoQuestion]:
             (one, two, "How many shapes are there in the two pictures together?"),
             NUMBER_WORDS[len(first.shapes) + len(second.shapes)],
         ),
+        DemoQuestion((three, "Describe the picture as JSON."), list_shapes(third), LIST_SCHEMA),
     ]

@@ -1,4 +1,4 @@
-"""`make demo`: starts the whole system on the demo model, asks five questions about three pictures, checks the answers.
+"""`make demo`: starts the whole system on the demo model, asks six questions about three pictures, checks the answers.
 
 The exit status is 0 if every answer is right, each distinct picture was encoded exactly once, and no question about
 an already shown picture encoded anything; otherwise 1.
@@ -28,7 +28,7 @@ from lookonce.local.local_stack import LocalStack
 _MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
 # A model on the hub whose family is supported.
 _REAL_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
-_MAX_TOKENS = 40
+_MAX_TOKENS = 128
 _WIDTH = 100
 
 
@@ -55,7 +55,7 @@ class AskedQuestion:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m demo.run", description="Asks five questions about three pictures.")
+    parser = argparse.ArgumentParser(prog="python -m demo.run", description="Asks six questions about three pictures.")
     parser.add_argument("--model", type=pathlib.Path, default=_MODEL, help="folder of the demo model")
     model = parser.parse_args(arguments).model
     console = Console(highlight=False, width=_WIDTH)
@@ -91,17 +91,18 @@ def _ask_all(client: Client, questions: Sequence[DemoQuestion], console: Console
         names = [f"picture {numbers.setdefault(image, len(numbers) + 1)}" for image in images]
         text = " ".join(part for part in parts if isinstance(part, str))
         console.print(f"[bold]{number}.[/] [dim]({' and '.join(names)})[/] {escape(text)}")
-        answer, usage = _ask(client, Message("user", parts), console)
+        answer, usage = _ask(client, Message("user", parts), question, console)
         asked.append(AskedQuestion(question, answer, usage, is_repeat))
         mark = "[green]✓[/]" if asked[-1].is_right else "[bold red]✗[/]"
-        console.print(f"   expected  {escape(question.expected)} {mark}\n")
+        console.print(f"   expected  {escape(question.expected)} {mark}\n", soft_wrap=True)
     return asked
 
 
-def _ask(client: Client, message: Message, console: Console) -> tuple[str, Usage]:
+def _ask(client: Client, message: Message, question: DemoQuestion, console: Console) -> tuple[str, Usage]:
     """Asks one question and streams the answer to the screen."""
     console.print("   answer    ", end="")
-    with client.stream([message], temperature=0.0, max_tokens=_MAX_TOKENS) as stream:
+    schema = question.json_schema
+    with client.stream([message], temperature=0.0, max_tokens=_MAX_TOKENS, json_schema=schema) as stream:
         for piece in stream:
             console.print(piece, end="", markup=False, style="cyan")
         console.print()

@@ -14,13 +14,16 @@ from transformers import PreTrainedTokenizerFast
 
 from demo.questions import ask_any
 from demo.scenes import random_scene
-from demo.wordings import SYSTEM_TEXTS, Split
+from demo.wordings import SYSTEM_TEXTS, QuestionKind, Split
 
 PAD, BOS, EOS, IMAGE, PICTURE = "<pad>", "<bos>", "<eos>", "<image>", "<|picture|>"
 ROLE_TOKENS: Final = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
 SPECIAL_TOKENS: Final = (PAD, BOS, EOS, IMAGE, PICTURE, *ROLE_TOKENS.values())
 VOCABULARY_SIZE: Final = 600
 NUM_POSITIONS: Final = 2048
+
+# JSON is spelled with the tokens of the other answers: its own would take places from the words of questions.
+_KINDS: Final = tuple(kind for kind in QuestionKind if kind is not QuestionKind.LIST)
 
 CHAT_TEMPLATE: Final = """\
 {#- Pictures are numbered through the whole chat, so that "the second picture" has something to point at. -#}
@@ -82,6 +85,6 @@ def _training_texts(seed: int, num_questions: int) -> Iterator[str]:
     scenes = [random_scene(rng.randrange(1000)) for _ in range(100)]
     yield from SYSTEM_TEXTS
     for _ in range(num_questions):
-        question = ask_any(rng.sample(scenes, rng.choice((1, 2, 3))), Split.TRAINING, rng)
+        question = ask_any(rng.sample(scenes, rng.choice((1, 2, 3))), Split.TRAINING, rng, _KINDS)
         yield question.text
         yield question.answer

@@ -1,6 +1,7 @@
 """Trains the demo model from scratch into a Hugging Face folder: `python -m demo.train --out models/demo`.
 
-There are two stages: vision_pretraining.py, then chats over one to three pictures with the loss on the answers.
+There are three stages: vision_pretraining.py, then chats over one to three pictures with the loss on the answers, then
+chats that ask for lists as well. `--continue-from FOLDER` runs only the last one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from demo.chats import messages, random_chat
 from demo.data_parallel import Workers, run_workers
 from demo.evaluate import DemoModel, Evaluation, answer_demo_question, evaluate
-from demo.lessons import lesson_at
-from demo.model import NUM_ROWS, build_model, build_processor
+from demo.lessons import LIST_LESSON, Lesson, lesson_at
+from demo.model import MAX_NEW_TOKENS, NUM_ROWS, build_model, build_processor
 from demo.picture_pool import PicturePool, draw_pool
 from demo.questions import demo_session
 from demo.scenes import render
@@ -35,11 +36,26 @@ from demo.wordings import Split
 
 log = logging.getLogger(__name__)
 
-_MUON_LEARNING_RATE = 3e-3
-_LEARNING_RATE = 3e-3
 _NUM_WARMUP_STEPS = 40
 _REPORT_SEED = 200
 _MAX_PARAMETERS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStage:
+    """A stage that trains the language model on chats."""
+
+    name: str
+    learning_rate: float
+    lesson_at: Callable[[float], Lesson]
+    """The lesson after a share, from 0 to 1, of the stage's steps."""
+    weighs_by_length: bool
+    """Whether each token of an answer of n tokens weighs 1 / sqrt(n). A list has thirty times as many tokens as a
+    colour; if all weigh the same, the model forgets other answers (docs/log.md)."""
+
+
+_CHATS = ChatStage("chat", 3e-3, lesson_at, weighs_by_length=False)
+_LISTS = ChatStage("list", 1.5e-3, lambda _: LIST_LESSON, weighs_by_length=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,9 @@ class TrainingOptions:
     num_vision_steps: int
     vision_batch_size: int
     num_chat_steps: int
+    num_list_steps: int
+    continue_from: Path | None = None
+    """Folder of a model after the first two stages; with it only the third one runs."""
 
 
 def train(options: TrainingOptions, out_dir: Path) -> float:
@@ -64,32 +83,48 @@ def train(options: TrainingOptions, out_dir: Path) -> float:
 
 def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -> None:
     """Runs one worker's part of the training. The first worker saves the result."""
-    tokenizer = train_tokenizer(options.seed)
-    processor = build_processor(tokenizer)
-    model = build_model(tokenizer, options.seed)
+    if options.continue_from is None:
+        tokenizer = train_tokenizer(options.seed)
+        processor = build_processor(tokenizer)
+        model = build_model(tokenizer, options.seed)
+    else:
+        processor = LlavaProcessor.from_pretrained(options.continue_from, local_files_only=True)
+        tokenizer = processor.tokenizer
+        model = LlavaForConditionalGeneration.from_pretrained(options.continue_from, local_files_only=True)
+        model.generation_config.max_new_tokens = MAX_NEW_TOKENS
     pool = draw_pool(options.num_pictures, workers.rank * options.num_pictures)
     if workers.is_first:
         check_inputs_match_processor(processor, pool)
     log.info("%d pictures drawn by each of %d workers", options.num_pictures, workers.num_workers)
-    generator = torch.Generator().manual_seed(options.seed * 1000 + workers.rank)
-    pretrain_vision(model, tokenizer, pool, options.num_vision_steps, options.vision_batch_size, generator, workers)
+    if options.continue_from is None:
+        generator = torch.Generator().manual_seed(options.seed * 1000 + workers.rank)
+        pretrain_vision(model, tokenizer, pool, options.num_vision_steps, options.vision_batch_size, generator, workers)
     image_rows = compute_image_rows(model, pool)
-    source = BatchSource(pool.scenes, image_rows, tokenizer, options.seed, workers.rank)
-    train_on_chats(model, source, options.num_chat_steps, workers)
+
+    def run(stage: ChatStage, num_steps: int, seed: int) -> None:
+        source = BatchSource(pool.scenes, image_rows, tokenizer, seed, workers.rank)
+        train_on_chats(model, source, stage, num_steps, workers)
+
+    if options.continue_from is None:
+        run(_CHATS, options.num_chat_steps, options.seed)
+    run(_LISTS, options.num_list_steps, options.seed + 1)
     if workers.is_first:
         model.save_pretrained(out_dir)
         processor.save_pretrained(out_dir)
 
 
-def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, num_steps: int, workers: Workers) -> None:
-    """Runs the second stage: trains the language model in place to answer from fixed image rows.
+def train_on_chats(
+    model: LlavaForConditionalGeneration, source: BatchSource, stage: ChatStage, num_steps: int, workers: Workers
+) -> None:
+    """Runs one stage of chats: trains the language model in place to answer from fixed image rows.
 
     Muon (Jordan et al. 2024) trains the language model's matrices, AdamW the rest (docs/log.md compares them).
     """
     matrices, rest = grouped_parameters(model.model.language_model)
+    rate = stage.learning_rate
     optimizers = [
-        torch.optim.Muon(matrices, lr=_MUON_LEARNING_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: warm_cosine(step, _NUM_WARMUP_STEPS, num_steps, 0.02))
@@ -98,7 +133,8 @@ def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, nu
     started_s = time.monotonic()
     num_right = num_asked = 0
     for step in range(num_steps):
-        loss, right, asked = answer_loss(model, source.next_batch(lesson_at(step / num_steps)))
+        batch = source.next_batch(stage.lesson_at(step / num_steps))
+        loss, right, asked = answer_loss(model, batch, stage.weighs_by_length)
         model.zero_grad(set_to_none=True)
         loss.backward()
         workers.average_gradients(model.model.language_model.parameters())
@@ -108,10 +144,8 @@ def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, nu
         num_right, num_asked = num_right + right, num_asked + asked
         if step % 25 == 24:
             pace_s = (time.monotonic() - started_s) / (step + 1)
-            share = num_right / num_asked
-            log.info(
-                "chat step %d/%d loss %.3f tokens %.4f %.2f s/step", step + 1, num_steps, loss.item(), share, pace_s
-            )
+            done = f"{stage.name} step {step + 1}/{num_steps}"
+            log.info("%s loss %.3f tokens %.4f %.2f s/step", done, loss.item(), num_right / num_asked, pace_s)
             num_right = num_asked = 0
 
 
@@ -124,13 +158,29 @@ def grouped_parameters(language_model: nn.Module) -> tuple[list[nn.Parameter], l
     return matrices, rest
 
 
-def answer_loss(model: LlavaForConditionalGeneration, batch: TokenBatch) -> tuple[torch.Tensor, int, int]:
+def answer_loss(
+    model: LlavaForConditionalGeneration, batch: TokenBatch, weighs_by_length: bool
+) -> tuple[torch.Tensor, int, int]:
     """Returns (mean cross entropy of the answer tokens, number of right predictions, number of answer tokens)."""
     hidden = hidden_states(model, batch)
-    targets = batch.input_ids[:, 1:][batch.is_answer[:, 1:]]
-    logits = model.lm_head(hidden[:, :-1][batch.is_answer[:, 1:]])
+    is_answer = batch.is_answer[:, 1:]
+    targets = batch.input_ids[:, 1:][is_answer]
+    logits = model.lm_head(hidden[:, :-1][is_answer])
     right = int((logits.argmax(-1) == targets).sum())
-    return nn.functional.cross_entropy(logits, targets), right, targets.numel()
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+    weights = answer_lengths(is_answer).float().rsqrt() if weighs_by_length else torch.ones_like(losses)
+    return (losses * weights).sum() / weights.sum(), right, targets.numel()
+
+
+def answer_lengths(is_answer: torch.Tensor) -> torch.Tensor:
+    """Returns for each answer token the number of tokens of its answer: int64 [number of answer tokens].
+
+    Args:
+        is_answer: bool [num_chats, num_tokens]; the tokens of an answer stand side by side.
+    """
+    begins = is_answer & ~nn.functional.pad(is_answer[:, :-1], (1, 0))
+    numbers = begins.flatten().cumsum(0)[is_answer.flatten()]
+    return numbers.bincount()[numbers]
 
 
 def hidden_states(model: LlavaForConditionalGeneration, batch: TokenBatch) -> torch.Tensor:
@@ -166,7 +216,12 @@ def check_inputs_match_processor(processor: LlavaProcessor, pool: PicturePool, n
 
 
 def report(options: TrainingOptions, out_dir: Path, training_s: float) -> Evaluation:
-    """Evaluates the saved folder, writes REPORT.json beside the weights and returns the held-out evaluation."""
+    """Evaluates the saved folder, writes REPORT.json beside the weights and returns the held-out evaluation.
+
+    The time of a training that this one continues counts as well.
+    """
+    if options.continue_from is not None:
+        training_s += json.loads((Path(options.continue_from) / "REPORT.json").read_text())["training_seconds"]
     demo = DemoModel(out_dir)
     held_out = evaluate(out_dir, num_questions=2000, seed=_REPORT_SEED)
     known_wordings = evaluate(out_dir, num_questions=1000, seed=_REPORT_SEED, split=Split.TRAINING)
@@ -195,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-vision-steps", type=int, default=800)
     parser.add_argument("--vision-batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--num-chat-steps", type=int, default=4400)
+    parser.add_argument("--num-list-steps", type=int, default=1800)
+    parser.add_argument("--continue-from", help="folder of a model after the first two stages: run the third one alone")
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     out_dir: Path = parsed.out
@@ -205,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_vision_steps=parsed.num_vision_steps,
         vision_batch_size=parsed.vision_batch_size,
         num_chat_steps=parsed.num_chat_steps,
+        num_list_steps=parsed.num_list_steps,
+        continue_from=parsed.continue_from,
     )
     training_s = train(options, out_dir)
     log.info("trained in %.0f s", training_s)

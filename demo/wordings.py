@@ -15,13 +15,14 @@ from typing import Final
 
 
 class QuestionKind(StrEnum):
-    """The subject of a question. The last three compare pictures and need at least two."""
+    """The subject of a question. The last three compare pictures and need at least two; LIST is about a single one."""
 
     COLOUR = "colour"
     SHAPE = "shape"
     COUNT = "count"
     POSITION = "position"
     DESCRIBE = "describe"
+    LIST = "list"
     WHICH_PICTURE = "which_picture"
     COUNT_TOGETHER = "count_together"
     MORE_SHAPES = "more_shapes"
@@ -228,6 +229,32 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "List what you see in {picture}.",
             "Please describe everything in {picture}.",
             "What is there to see in {picture}?",
+        ),
+    ),
+    QuestionKind.LIST: Wordings(
+        terse="list {picture} as JSON",
+        training=(
+            "Describe {picture} as JSON.",
+            "List [the shapes|the objects|everything] in {picture} as JSON.",
+            "What is in {picture}? Answer as JSON.",
+            "What do you see in {picture}? [Answer|Reply] in JSON.",
+            "[Give me|I would like] a description of {picture} as JSON.",
+            "[Can|Could] you describe {picture} as JSON?",
+            "[Return|Write|Give me] JSON with the [shapes|objects] in {picture}.",
+            "As JSON: what does {picture} show?",
+            "Which [shapes|objects] are in {picture}? Use JSON.",
+            "Write JSON that describes {picture}.",
+            "[Tell me|Say] in JSON what is in {picture}.",
+            "Name the shapes in {picture} as JSON.",
+            "JSON of what is drawn in {picture}.",
+            "I want to have {picture} described as JSON.",
+        ),
+        held_out=(
+            "Please describe {picture} in JSON.",
+            "What does {picture} show? Answer in JSON.",
+            "I would like JSON with the shapes in {picture}.",
+            "Tell me as JSON what you see in {picture}.",
+            "List all shapes in {picture} as JSON.",
         ),
     ),
     QuestionKind.WHICH_PICTURE: Wordings(

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 
+import jsonschema
 import pytest
 
-from demo.questions import COMPARING_KINDS, NUMBER_WORDS, ask, ask_any, demo_session, describe
+from demo.questions import (
+    COMPARING_KINDS,
+    LIST_SCHEMA,
+    NUMBER_WORDS,
+    ask,
+    ask_any,
+    demo_session,
+    describe,
+    list_shapes,
+)
 from demo.scenes import PlacedShape, Scene, random_scene
 from demo.wordings import QuestionKind, Split
 
@@ -38,7 +49,7 @@ PAIR = scene_of(("red", "circle", 0, 0), ("red", "circle", 2, 1))
 def test_every_kind_can_be_asked_and_leaves_no_slot_open(split: Split) -> None:
     rng = random.Random(3)
     for kind in QuestionKind:
-        scenes = (TWO, scene_of(("blue", "star", 1, 1)))
+        scenes = (TWO,) if kind is QuestionKind.LIST else (TWO, scene_of(("blue", "star", 1, 1)))
         for _ in range(40):
             question = ask(kind, scenes, 0, split, rng)
             assert question is not None
@@ -95,9 +106,20 @@ def test_questions_are_deterministic_by_seed() -> None:
         assert ask_any(scenes, Split.HELD_OUT, one) == ask_any(scenes, Split.HELD_OUT, other)
 
 
-def test_demo_session_shows_three_pictures_in_five_questions() -> None:
+def test_lists_are_lines_of_json_that_the_schema_allows() -> None:
+    assert list_shapes(TWO) == (
+        '{"shapes": [{"shape": "circle", "colour": "red", "position": "top left"},'
+        ' {"shape": "square", "colour": "orange", "position": "bottom middle"}]}'
+    )
+    for seed in range(200):
+        jsonschema.validate(json.loads(list_shapes(random_scene(seed))), LIST_SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"shapes": [{"shape": "circle", "colour": "red", "position": "left"}]}, LIST_SCHEMA)
+
+
+def test_demo_session_shows_three_pictures_in_six_questions() -> None:
     session = demo_session()
     pictures = [[part for part in question.parts if isinstance(part, bytes)] for question in session]
-    assert [len(each) for each in pictures] == [1, 1, 1, 1, 2]
+    assert [len(each) for each in pictures] == [1, 1, 1, 1, 2, 1]
     assert pictures[0] == pictures[1]
     assert len({each for question in pictures for each in question}) == 3

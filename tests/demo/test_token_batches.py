@@ -12,7 +12,7 @@ from demo.model import NUM_ROWS, build_model
 from demo.scenes import random_scene
 from demo.token_batches import branch, pad, render_chats
 from demo.tokenizer import IMAGE, train_tokenizer
-from demo.train import hidden_states
+from demo.train import answer_lengths, hidden_states
 from demo.wordings import Split
 
 NUM_QUESTIONS = 3
@@ -45,3 +45,8 @@ def test_a_branch_is_computed_as_if_it_stood_alone(num_pictures: int) -> None:
 def test_conversations_that_begin_differently_are_not_joined() -> None:
     with pytest.raises(ValueError, match="differ"):
         branch([([1, 3, 5], [False] * 3), ([2, 3, 5], [False] * 3)], image_id=3)
+
+
+def test_each_answer_token_knows_the_length_of_its_answer() -> None:
+    is_answer = torch.tensor([[False, True, True, False, True], [True, False, True, True, True]])
+    assert answer_lengths(is_answer).tolist() == [2, 2, 1, 1, 3, 3, 3]

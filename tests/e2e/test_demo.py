@@ -40,8 +40,9 @@ def test_demo_answers_all_questions_and_encodes_each_picture_once() -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     pictures = {part for question in demo_session() for part in question.parts if isinstance(part, bytes)}
-    assert f"5 of 5 answers right; {len(pictures)} pictures, {len(pictures)} encodes." in process.stdout
+    assert f"6 of 6 answers right; {len(pictures)} pictures, {len(pictures)} encodes." in process.stdout
     rows = re.findall(r"^│\s*(\d)\s*│\s*(\d+)\s*│\s*(\d+)\s*│", process.stdout, re.MULTILINE)
     assert rows[0][1] != "0", "the first look encodes"
     assert LIMIT in process.stdout
     assert rows[1][1] == "0", "the second question about the same picture encodes nothing"
+    assert rows[5][1] == "0", "nor does the question for JSON about a picture that was described"
