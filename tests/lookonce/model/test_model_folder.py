@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -188,8 +189,9 @@ def test_a_layer_that_the_tower_does_not_have_is_told(folder: pathlib.Path, laye
     edit(folder / "config.json", lambda config: config.update(vision_feature_layer=layers))
     assert "vision_feature_layer is " in refusal(folder)
     num_layers = json.loads((folder / "config.json").read_text())["vision_config"]["num_hidden_layers"]
-    for layer in (-num_layers - 1, num_layers, [-2, 0]):
-        edit(folder / "config.json", lambda config, layer=layer: config.update(vision_feature_layer=layer))
+    allowed: list[int | list[int]] = [-num_layers - 1, num_layers, [-2, 0]]
+    for layer in allowed:
+        edit(folder / "config.json", functools.partial(dict.update, vision_feature_layer=layer))
         ModelFolder.open(folder)
 
 
