@@ -76,11 +76,11 @@ class DecoderSettings(ServiceSettings):
         None, ge=2, description="Longest prompt plus completion, tokens. Default: the model's limit."
     )
 
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens computed in one engine step.")
+    max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 24, description="Most tokens computed in one engine step.")
     max_step_s: float = Field(
         300.0, gt=0, description="Duration of an engine step from which health says NOT_SERVING, seconds."
     )
-    max_num_seqs: int = Field(64, ge=1, description="Most requests in the running batch.")
+    max_num_seqs: int = Field(64, ge=1, le=1 << 20, description="Most requests in the running batch.")
     max_waiting_requests: int = Field(1024, ge=1, description="Most requests in the queue; further ones are refused.")
     max_images_per_prompt: int = Field(16, ge=0, description="Most images in one prompt.")
     max_video_frames_per_prompt: int = Field(

@@ -20,6 +20,10 @@ from pydantic_settings import (
 MIB = 1 << 20
 # Ten years. Redis refuses every write with a time to live that ends after its calendar.
 _MAX_TTL_S = 10 * 365 * 86_400
+# gRPC counts bytes of a message in 31 bits.
+_MAX_MESSAGE_BYTES = (1 << 31) - 1
+# A number that travels between the processes of a service has 63 bits.
+_LARGEST_NUMBER = 1 << 60
 # 23 days. gRPC counts its times in milliseconds, in 32 bits.
 _MAX_DURATION_S = 2_000_000
 
@@ -38,6 +42,14 @@ class EnvironmentSettings(BaseSettings):
         cli_avoid_json=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
+                raise ValueError(f"{name} must be at most {_LARGEST_NUMBER}")
+        return self
 
     def are_given(self, *names: str) -> bool:
         """Whether somebody set all of these. A default that another setting makes pointless is no contradiction."""
@@ -167,7 +179,9 @@ class ServiceSettings(EnvironmentSettings):
         86_400, ge=1, le=_MAX_TTL_S, description="Lifetime of a cache entry after its last use, seconds."
     )
 
-    max_message_bytes: int = Field(32 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
+    max_message_bytes: int = Field(
+        32 * MIB, ge=MIB, le=_MAX_MESSAGE_BYTES, description="Largest gRPC message, in both directions."
+    )
     max_receive_bytes: int = Field(
         1024 * MIB,
         ge=MIB,

@@ -53,6 +53,8 @@ class CPUModelRunner(ModelRunnerBase):
         if isinstance(self.backend, NativeBackend) and is_native:
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
             self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes, self.adapters)
+        else:
+            logger.info("language model: transformers' modules, whose linear layers are PyTorch's here")
         # PyTorch would expand the others' codes in each step.
         make_layers_whole(self.model)
         text_model = getattr(self.model.model, text_child(self.model))

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
 from decoder_svc.runner.cpu import native_model
+from decoder_svc.runner.cpu import runner as cpu_runner
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from lookonce.model.half_model import load_text_half
+from lookonce.model.kernels.kernel_choice import PYTORCH, KernelChoice
 from lookonce.model.kernels.native_linear import NativeLinear
 from lookonce.model.kernels.packed_embedding import PackedEmbedding
 from tests import tiny_models
@@ -118,3 +120,17 @@ def test_a_stack_that_gives_nan_is_not_used(folder: pathlib.Path, monkeypatch: p
 
     monkeypatch.setattr(native_model, "NativeStack", Broken)
     assert not isinstance(text_model(load(folder, torch.float32)), NativeStack)
+
+
+def test_the_log_says_where_pytorch_computes_the_products(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bits depend on the batch there, which docs/decoder.md tells by this line."""
+    monkeypatch.setattr(
+        cpu_runner, "choose_step_linear", lambda _: KernelChoice("linear float32", PYTORCH, {PYTORCH: 1.0})
+    )
+    with caplog.at_level(logging.INFO):
+        runner = load(folder, torch.float32)
+    assert not runner.is_batch_invariant
+    assert "language model: transformers' modules" in caplog.text
+    assert "native stack" not in caplog.text
