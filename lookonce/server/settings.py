@@ -21,7 +21,7 @@ MIB = 1 << 20
 # Ten years. Redis refuses every write with a time to live that ends after its calendar.
 _MAX_TTL_S = 10 * 365 * 86_400
 # gRPC counts bytes of a message in 31 bits.
-_MAX_MESSAGE_BYTES = (1 << 31) - 1
+_MAX_MESSAGE_BYTES = 2047 * MIB
 # A number that travels between the processes of a service has 63 bits.
 _LARGEST_NUMBER = 1 << 60
 # 23 days. gRPC counts its times in milliseconds, in 32 bits.

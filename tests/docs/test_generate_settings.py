@@ -33,6 +33,6 @@ def test_sizes_have_units_and_choices_are_listed() -> None:
         for line in reversed(settings_page().splitlines())
         if line.startswith("| `")
     }
-    assert "| 32 MiB | ≥ 1 MiB |" in rows["max_message_bytes"]
+    assert "| 32 MiB | ≥ 1 MiB, ≤ 2047 MiB |" in rows["max_message_bytes"]
     assert "| `native` | `native`, `int8` |" in rows["row_format"]
     assert "| required |" in rows["model"]

@@ -40,7 +40,7 @@ def parsed(*arguments: str) -> ServiceSettings:
             ["--listen", "127.0.0.1:50051", "--metrics-listen", "127.0.0.1:50051"],
             ["listen and metrics_listen are both 127.0.0.1:50051"],
         ),
-        (["--max-message-bytes", str(1 << 31)], ["--max-message-bytes", "less than or equal to 2147483647"]),
+        (["--max-message-bytes", str(1 << 31)], ["--max-message-bytes", "less than or equal to 2146435072"]),
         (["--max-queued-bytes", str(10**20)], ["max_queued_bytes must be at most"]),
         (["--quotas-file", "q.toml"], ["quotas_file needs auth_tokens_file or auth_jwt_keys_file"]),
     ],
