@@ -63,8 +63,11 @@ def _warm_stacks(warm_processes: WarmProcesses) -> Iterator[None]:
 
 
 @pytest.fixture
-def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> PeerInstall:
+def install(tmp_path: pathlib.Path) -> PeerInstall:
     """Returns an installation whose package `vllm` is the stand-in."""
     (tmp_path / "vllm.py").write_text(_STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return PeerInstall(pathlib.Path(sys.executable))
+    # Only the peer's interpreter finds it: services of the same test have their own environment.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return PeerInstall(python)

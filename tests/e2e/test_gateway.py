@@ -154,7 +154,7 @@ class Place(pydantic.BaseModel):
 
 async def test_answers_have_the_form_that_was_asked_for(gateway: Gateway) -> None:
     (picture,) = fresh(1)
-    asked: Any = {"model": MODEL, "messages": question(picture), "max_tokens": 80, "temperature": 1, "seed": 3}
+    asked: Any = {"model": MODEL, "messages": question(picture), "max_tokens": 200, "temperature": 1, "seed": 3}
     parsed = await gateway.client.chat.completions.parse(**asked, response_format=Place)
     assert isinstance(parsed.choices[0].message.parsed, Place)
     anything = await gateway.client.chat.completions.create(**asked, response_format={"type": "json_object"})

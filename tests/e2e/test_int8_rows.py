@@ -16,6 +16,7 @@ import torch
 
 from demo.chats import Chat
 from demo.evaluate import fresh_chats
+from demo.model import MAX_NEW_TOKENS
 from demo.scenes import png_bytes
 from demo.wordings import Split
 from lookonce.aio import AsyncClient
@@ -83,7 +84,7 @@ def demo_stack(redis_url: str, *encoder_arguments: str) -> InProcessStack:
 async def answers(stack: InProcessStack, questions: Sequence[DemoQuestion]) -> list[str]:
     async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         generations = await asyncio.gather(
-            *(client.generate(question.messages, temperature=0.0, max_tokens=40) for question in questions)
+            *(client.generate(question.messages, temperature=0.0, max_tokens=MAX_NEW_TOKENS) for question in questions)
         )
     return [generation.text.strip() for generation in generations]
 

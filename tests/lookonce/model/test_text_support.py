@@ -124,7 +124,7 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
         ({"model_type": "rwkv"}, "no num_attention_heads"),
         (
             {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 0},
-            "(num_key_value_heads is 0); it must be at least 1",
+            "text_config.num_key_value_heads must be a number from 1 to",
         ),
         ({"model_type": "jamba"}, "'linear_attention' (layer 0)"),
     ],
