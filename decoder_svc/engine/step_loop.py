@@ -334,6 +334,8 @@ class StepLoop:
         before, self._in_flight = self._in_flight, None
         self._made_progress = bool(before or output.chunks or output.fetches or output.released or output.expired)
         self._announce(output)
+        # Callers are told of their admission while the step computes, so that this message does not delay the token's.
+        self._flush()
         try:
             launched = self._launch(output, began_s)
         except Exception as error:

@@ -124,6 +124,23 @@ async def test_first_output_is_the_admission_and_the_last_has_the_reason(engine:
     assert last.usage.time_to_first_token_s > 0
 
 
+async def test_the_admission_comes_while_the_first_step_computes(
+    runner: PoisonableRunner, small_engine: Callable[..., Engine]
+) -> None:
+    engine = small_engine()
+    engine.start()
+    runner.may_fail.clear()
+    stream = submit(engine, "slow", (POISON, 1))
+    async with asyncio.timeout(30):
+        admission = await anext(aiter(stream))
+        assert admission.usage is not None
+        assert admission.usage.prompt_tokens == 2
+        runner.may_fail.set()
+        with pytest.raises(InternalError):
+            await read(stream)
+    await engine.stop()
+
+
 async def test_a_request_that_never_ran_gets_its_end_at_once(engine: Engine) -> None:
     """There is no other request whose step would flush the answer."""
     prompt = Prompt((20, 21, 22, 23), (image("x", 0, 3),))
