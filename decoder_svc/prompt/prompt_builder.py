@@ -29,6 +29,7 @@ from lookonce.errors import (
     ContextTooLongError,
     ImageCountError,
     InvalidParameterError,
+    ModelFolderError,
     PlaceholderMismatchError,
     PromptEmptyError,
     UnsupportedError,
@@ -80,7 +81,15 @@ class PromptBuilder:
         family: DecoderFamily,
         limits: PromptLimits,
     ) -> None:
-        """`template` None: chat prompts are refused."""
+        """`template` None: chat prompts are refused.
+
+        Raises ModelFolderError if the family's prompts have a BOS token in their middle and the tokenizer has none.
+        """
+        if family.finish_text is not None and not tokenizer.bos_token:
+            raise ModelFolderError(
+                "the tokenizer has no bos_token, which this family's prompts need between images and text; download "
+                "tokenizer_config.json again"
+            )
         self._tokenizer = tokenizer
         self._template = template
         self._family = family
@@ -286,8 +295,8 @@ class PromptBuilder:
             )
 
     def _finished(self, text: str) -> str:
-        finish = self._family.finish_text
-        return text if finish is None else finish(text, self._tokenizer.bos_token or "")
+        finish, bos_token = self._family.finish_text, self._tokenizer.bos_token
+        return text if finish is None or bos_token is None else finish(text, bos_token)
 
     def _filled_chat(
         self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]

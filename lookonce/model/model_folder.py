@@ -221,9 +221,13 @@ def weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
 
 
 def _shards(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
-    weight_map = read_json_object(path / _INDEX_FILE).get("weight_map")
+    index = read_json_object(path / _INDEX_FILE)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(f"{path / _INDEX_FILE} has no weight_map")
+    if not isinstance(index.get("metadata"), dict):
+        # transformers reads it, and fails without it.
+        raise ModelFolderError(f'{path / _INDEX_FILE} has no metadata; add "metadata": {{}} to it')
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if pathlib.PurePath(name).name != name or not name.endswith(".safetensors"):

@@ -21,6 +21,7 @@ from lookonce.errors import (
     ImageCountError,
     InvalidParameterError,
     LookonceError,
+    ModelFolderError,
     PlaceholderMismatchError,
     PromptEmptyError,
     UnsupportedError,
@@ -232,6 +233,16 @@ def test_without_chat_template_only_chat_is_refused(llava_text: LoadedText) -> N
         builder(text).check(chat("x"))
     builder(text).check(TextPrompt("x"))
     assert builder(text).build(TextPrompt("x"), []).token_ids
+
+
+def test_a_family_with_bos_behind_its_images_needs_a_tokenizer_with_bos(
+    model_folder: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = loaded(model_folder("paligemma"))
+    builder(text)
+    monkeypatch.setattr(text.tokenizer, "bos_token", None)
+    with pytest.raises(ModelFolderError, match="bos_token"):
+        builder(text)
 
 
 def test_max_pixels_change_layout_and_key(model_folder: Callable[[str], pathlib.Path]) -> None:

@@ -76,11 +76,14 @@ def test_sharded_weights_are_listed_in_order(folder: pathlib.Path) -> None:
         shutil.copy(weights, folder / name)
     weights.unlink()
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": names[1], "b": names[0], "c": names[1]}}))
+    weight_map = {"a": names[1], "b": names[0], "c": names[1]}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert 'add "metadata": {} to it' in refusal(folder)
+    index.write_text(json.dumps({"weight_map": weight_map, "metadata": {}}))
     assert [file.name for file in ModelFolder.open(folder).weight_files] == names
     (folder / names[1]).unlink()
     assert "incomplete" in refusal(folder)
-    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}, "metadata": {}}))
     assert "not a safetensors file of this folder" in refusal(folder)
     index.write_text(json.dumps({}))
     assert "weight_map" in refusal(folder)
@@ -155,7 +158,7 @@ def test_weights_that_are_a_folder_are_refused(name: str, folder: pathlib.Path) 
     (folder / "model.safetensors").unlink()
     (folder / name).mkdir()
     if name != "model.safetensors":
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}, "metadata": {}}))
     with pytest.raises(ModelFolderError, match=r"is no regular file|is missing, although"):
         ModelFolder.open(folder)
 
