@@ -35,6 +35,7 @@ from lookonce.errors import (
     UnsupportedError,
 )
 from lookonce.image_file import ImageFile, files_of
+from lookonce.model.pretrained_tokenizer import NO_BOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,7 @@ class PromptBuilder:
         Raises ModelFolderError if the family's prompts have a BOS token in their middle and the tokenizer has none.
         """
         if family.finish_text is not None and not tokenizer.bos_token:
-            raise ModelFolderError(
-                "the tokenizer has no bos_token, which this family's prompts need between images and text; download "
-                "tokenizer_config.json again"
-            )
+            raise ModelFolderError(NO_BOS)
         self._tokenizer = tokenizer
         self._template = template
         self._family = family

@@ -24,7 +24,7 @@ from lookonce.model.generation_config import ignored_fields, read_generation_con
 from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
-from lookonce.model.pretrained_tokenizer import load_pretrained
+from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
@@ -151,7 +151,9 @@ def _texts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         tokenizer = load_pretrained(folder.path)
     except LookonceError as error:
         return [Finding("tokenizer", False, str(error))]
-    return [_largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]
+    needs_bos = model.data.finish_text is not None and not tokenizer.bos_token
+    without_bos = [Finding("tokenizer", False, NO_BOS)] if needs_bos else []
+    return [*without_bos, _largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]
 
 
 def _largest_image(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> Finding:

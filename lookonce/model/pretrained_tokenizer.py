@@ -15,6 +15,11 @@ _ORDINARY_TEXT = "What is in the picture? 0123456789"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 _TEMPLATE_FILE = "chat_template.jinja"
+# The reason to refuse a tokenizer without BOS where a family's prompts need one.
+NO_BOS = (
+    "the tokenizer has no bos_token, which this family's prompts need between images and text; download "
+    "tokenizer_config.json again"
+)
 # Largest id of a token. Tables with a place for each id are made of a vocabulary.
 _LARGEST_ID = (1 << 24) - 1
 

@@ -236,9 +236,9 @@ def test_without_chat_template_only_chat_is_refused(llava_text: LoadedText) -> N
 
 
 def test_a_family_with_bos_behind_its_images_needs_a_tokenizer_with_bos(
-    model_folder: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = loaded(model_folder("paligemma"))
+    text = loaded(FAMILIES["paligemma"].build(tmp_path / "paligemma"))
     builder(text)
     monkeypatch.setattr(text.tokenizer, "bos_token", None)
     with pytest.raises(ModelFolderError, match="bos_token"):

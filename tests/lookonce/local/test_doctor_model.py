@@ -164,6 +164,17 @@ def test_a_tokenizer_without_the_image_token_is_found(copied: Callable[..., path
     assert "1000000" in findings["largest image"].detail
 
 
+def test_a_tokenizer_without_bos_is_found_where_prompts_need_it(copied: Callable[..., pathlib.Path]) -> None:
+    folder = copied("paligemma", {})
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["bos_token"]
+    file.write_text(json.dumps(config))
+    findings = _examined(folder)
+    assert not findings["tokenizer"].is_fine
+    assert "bos_token" in findings["tokenizer"].detail
+
+
 def test_without_the_services_libraries_the_finding_names_the_extra_to_install(
     built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
