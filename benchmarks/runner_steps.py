@@ -13,8 +13,8 @@ import torch
 
 from decoder_svc.prompt.family import load_family
 from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks import models, report
 from decoder_svc.prompt.family import load_family
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,8 +22,12 @@ from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.fetch_metrics import FetchMetrics
-from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
+from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.parallel.leader import Leader
+from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.rank_processes import RankProcesses
 from decoder_svc.runner.row_cache import ROW_DTYPES
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.selection import runner_class
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.encoder_budget import encoder_budget
@@ -95,7 +100,7 @@ def choose_device(settings: DecoderSettings) -> DeviceChoice:
         platform.dtype_for(settings.dtype),
         settings.block_size or platform.block_size,
         settings.kv_cache_memory_share or platform.kv_cache_memory_share,
-        platform.engine_process if settings.engine == "auto" else settings.engine == "process",
+        _has_engine_process(settings, platform),
     )
     if choice.block_size % platform.block_size_multiple:
         raise ConfigurationError(
@@ -108,6 +113,15 @@ def choose_device(settings: DecoderSettings) -> DeviceChoice:
             f"block_size={choice.block_size}"
         )
     return choice
+
+
+def _has_engine_process(settings: DecoderSettings, platform: DevicePlatform) -> bool:
+    """An engine whose model is split has a process of its own, which ends when another rank does."""
+    if settings.tensor_parallel_size > 1:
+        if settings.engine == "thread":
+            raise ConfigurationError("engine is thread; tensor_parallel_size needs an engine process: leave engine out")
+        return True
+    return platform.engine_process if settings.engine == "auto" else settings.engine == "process"
 
 
 def begin_engine_process(settings: DecoderSettings, device: DeviceChoice) -> EngineProcess | None:
@@ -161,7 +175,8 @@ def load_core(
 ) -> EngineThread:
     """Loads the language model into this process and sizes its memory pools. Raises what `build_engine` raises."""
     _check_mask(settings, family)
-    runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family))
+    ranks = _started_ranks(settings, device)
+    runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family, ranks))
     logger.info("engine limits: %s", limits)
     scheduler = Scheduler(
         SchedulerLimits(
@@ -197,15 +212,37 @@ def load_core(
     return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 
 
-def _loaded(
-    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily
-) -> tuple[ModelRunnerBase, EngineLimits]:
-    """Returns a runner with its memory pools, and the resulting limits."""
-    config = RunnerConfig(
+def load_rank(
+    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, ranks: RankGroup
+) -> ModelRunnerBase:
+    """Loads a rank's part of a split model, for a process that is not rank 0. Raises what `build_engine` raises."""
+    config = _runner_config(settings, device, ranks)
+    return run_in_short_lived_thread(lambda: runner_class(device.platform)(config, family))
+
+
+def _started_ranks(settings: DecoderSettings, device: DeviceChoice) -> RankProcesses | None:
+    """Starts the other ranks of a split model. Raises ConfigurationError for settings that do not go with one."""
+    if settings.tensor_parallel_size == 1:
+        return None
+    refused = {
+        f"on the device {device.platform.name}": device.platform.name != "cpu",
+        "with --quantize": settings.quantize != "none",
+        "with adapters": bool(settings.adapters or settings.adapters_folder),
+    }
+    for what, is_asked_for in refused.items():
+        if is_asked_for:
+            raise ConfigurationError(f"tensor_parallel_size is not offered {what} yet: leave one of the two out")
+    return RankProcesses(settings.given_values(), settings.tensor_parallel_size)
+
+
+def _runner_config(settings: DecoderSettings, device: DeviceChoice, ranks: RankGroup | None) -> RunnerConfig:
+    num_cpus = len(os.sched_getaffinity(0))
+    return RunnerConfig(
         folder=settings.model,
         dtype=None if device.dtype is None else _TORCH_DTYPES[device.dtype],
         block_size=device.block_size,
-        num_threads=settings.num_threads,
+        # Ranks of one machine share its CPUs.
+        num_threads=settings.num_threads or (None if ranks is None else max(1, num_cpus // ranks.size)),
         deterministic=settings.deterministic,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -213,8 +250,20 @@ def _loaded(
         quantize_bits=_QUANTIZE_BITS[settings.quantize],
         rounds_kv_cache=settings.kv_cache_dtype == "int8",
         adapters=open_adapters(settings.adapters) if settings.adapters or settings.adapters_folder else None,
+        ranks=ranks,
     )
+
+
+def _loaded(
+    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, processes: RankProcesses | None
+) -> tuple[ModelRunnerBase, EngineLimits]:
+    """Returns a runner with its memory pools, and the resulting limits."""
+    ranks = None if processes is None else RankGroup(0, settings.tensor_parallel_size, processes.meeting_file)
+    config = _runner_config(settings, device, ranks)
     runner = runner_class(device.platform)(config, family)
+    if processes is not None and ranks is not None:
+        processes.wait_until_loaded()
+        runner.lead(Leader(ranks, processes.connections))
     if runner.recurrent is not None and settings.speculative_tokens:
         raise ConfigurationError(
             f"speculative_tokens is {settings.speculative_tokens}; {family.title} has recurrent layers, whose state "

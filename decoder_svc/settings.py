@@ -113,6 +113,13 @@ class DecoderSettings(ServiceSettings):
         "never take the interpreter of the steps. A process costs the memory of a second interpreter with its "
         "libraries. auto: the device's choice, a thread on CPUs and a process with CUDA.",
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes over which the language model is split, each with its part of the weights and of the KV "
+        "cache. kv_cache_memory_bytes and num_threads are those of each. On CPUs only so far.",
+    )
     prefix_cache: bool = Field(True, description="Share the KV blocks of equal prompt prefixes between requests.")
 
     speculative_tokens: int = Field(

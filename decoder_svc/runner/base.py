@@ -13,7 +13,7 @@ import logging
 import pathlib
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
+from decoder_svc.runner.parallel.leader import Leader, LeadingPass
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
 from decoder_svc.runner.recurrent.delta_net import RecurrentLayers, recurrent_layers
 from decoder_svc.runner.row_cache import RowCache
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
@@ -58,35 +60,6 @@ from lookonce.model.weight_bytes import weight_bytes
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerConfig:
-    """Settings of a runner, fixed at start-up."""
-
-    # Folder of the Hugging Face model.
-    folder: pathlib.Path
-    # None: the checkpoint's element type.
-    dtype: torch.dtype | None
-    # Tokens per KV block.
-    block_size: int
-    # Threads for tensor work; None: one per CPU that this process may use.
-    num_threads: int | None
-    # True: a token's numbers never depend on the rest of the batch. A model whose numbers would depend on it gets one
-    # chunk per forward pass.
-    deterministic: bool = False
-    # Largest number of running requests. Devices with graphs record them up to this batch size.
-    max_num_seqs: int = 64
-    # Largest number of tokens in a step.
-    max_num_batched_tokens: int = 2048
-    # False: no graphs are recorded.
-    use_graphs: bool = True
-    # Bits, 4 or 8, to which weights of linear layers are rounded while loading. None: they stay as they are.
-    quantize_bits: int | None = None
-    # Whether keys and values are rounded to 8 bits in the KV cache.
-    rounds_kv_cache: bool = False
-    # LoRA adapters of the language model, which requests choose from. None: none, and none will be loaded.
-    adapters: tuple[AdapterFolder, ...] | None = None
-
-
 class ModelRunnerBase(ABC):
     """Owns the language model, the KV pools and the rows on the device; turns a SchedulerOutput into tokens."""
 
@@ -97,6 +70,11 @@ class ModelRunnerBase(ABC):
     transfer: HostTransfer
     # None: there are no adapters.
     adapters: AdapterTable | None = None
+    # KV heads of this process's part of a split model; None: all.
+    num_kv_heads: int | None = None
+    # Tells the other ranks of a split model; None on those, and in a process with the whole model.
+    leader: Leader | None = None
+    language: LanguagePass | LeadingPass
     # Numbers of tokens at which steps are recorded as graphs, ascending; a step is padded to the next number. The first
     # attribute is for steps of single tokens, the second for steps with prompt chunks.
     tokenwise_graph_batch_sizes: tuple[int, ...] = ()
@@ -145,6 +123,11 @@ class ModelRunnerBase(ABC):
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
         self.feed = TokenFeed(self.transfer.move)
+
+    def lead(self, leader: Leader) -> None:
+        """Makes this runner the one that tells the other ranks of a split model what to compute."""
+        assert isinstance(self.language, LanguagePass), "it is called once"
+        self.leader, self.language = leader, LeadingPass(self.language, leader)
 
     # Overridden by each device.
 
@@ -227,7 +210,7 @@ class ModelRunnerBase(ABC):
         sliding_layers = layers_with_window(text)
         return KVCacheSpec(
             num_layers=text.num_hidden_layers,
-            num_kv_heads=text.num_key_value_heads,
+            num_kv_heads=self.num_kv_heads or text.num_key_value_heads,
             head_dim=self.head_dim,
             dtype=self.model.dtype,
             block_size=self.config.block_size,
@@ -244,6 +227,8 @@ class ModelRunnerBase(ABC):
         Recurrent layers get a state for each running request, and `num_snapshots` more.
         """
         spec = self.get_kv_cache_spec()
+        if self.leader is not None:
+            self.leader.allocate(num_blocks, num_sliding_blocks, num_snapshots)
         # One extra block per pool that nobody reads: writes that must not touch a shared block go there.
         self.backend.allocate(spec, num_blocks + 1, num_sliding_blocks + 1, self.device)
         self.batch.set_num_blocks(num_blocks, num_sliding_blocks)
@@ -289,6 +274,9 @@ class ModelRunnerBase(ABC):
             return
         if not self.backend.reads_tensors:
             logger.warning("no graphs: attention backend %s reads step metadata on the host", self.backend.name)
+            return
+        if not isinstance(self.language, LanguagePass):
+            logger.warning("no graphs: the model is split over several processes")
             return
         if self.language.image_expert_ids is not None:
             logger.warning("no graphs: in each layer, this model reads on the host which tokens belong to images")
@@ -404,7 +392,9 @@ class ModelRunnerBase(ABC):
         if decoded is not None:
             logits, likeliest = decoded.logits, decoded.likeliest
         else:
-            inputs = self._prepare_inputs(flat)
+            if self.leader is not None:
+                self.leader.begin_step(flat, has_images=self.batch.has_image_tokens(chunks))
+            inputs = self.prepare_inputs(flat)
             embedded, likeliest = self._embed(inputs, chunks), None
             with self.hidden_states.keeping() if keeps_hidden else nullcontext():
                 logits = self._forward(inputs, embedded)
@@ -438,7 +428,7 @@ class ModelRunnerBase(ABC):
         num_tokens = self._padded_num_tokens(len(flat.token_ids))
         return padded_inputs(flat, num_tokens, block_size=self.config.block_size, unread_blocks=unread)
 
-    def _prepare_inputs(self, flat: FlatInputs) -> PreparedInputs:
+    def prepare_inputs(self, flat: FlatInputs) -> PreparedInputs:
         """Copies a step's inputs to the device."""
         with self.transfer.gathered() as move:
             inputs = PreparedInputs(

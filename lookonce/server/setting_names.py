@@ -21,6 +21,7 @@ _DECODER = frozenset({
     "max_logprobs", "max_num_batched_tokens", "max_num_seqs", "max_step_s", "max_stop_strings",
     "max_video_frames_per_prompt", "max_waiting_requests", "num_kv_blocks", "overlap_encode", "prefix_cache",
     "quantize", "speculative_ngram_max", "speculative_ngram_min", "speculative_tokens",
+    "tensor_parallel_size",
 })  # fmt: skip
 _GATEWAY = frozenset({
     "decoder_target", "decoder_tls_ca", "decoder_tls_cert", "decoder_tls_key", "image_hosts", "image_timeout_s",

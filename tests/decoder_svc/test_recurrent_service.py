@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.errors import ConfigurationError
 from tests.decoder_svc.conftest import loaded

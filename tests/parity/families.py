@@ -28,8 +28,8 @@ from decoder_svc.prompt.prompt_spec import (
     TextPrompt,
     TokenPrompt,
 )
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.scheduling.prompt import Prompt
 from encoder_svc.images.image_inputs import VisionAdapter
 from lookonce.content_key import (

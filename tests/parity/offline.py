@@ -12,9 +12,10 @@ import torch
 
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.rows.fetched_rows import FetchedRows
-from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
+from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.row_cache import RowCache
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_cache.kv_pool_size import sliding_group_size

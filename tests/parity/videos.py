@@ -35,8 +35,8 @@ from decoder_svc.prompt.prompt_spec import (
     VideoSource,
 )
 from decoder_svc.prompt.video_frames import VideoSplitter, frames_of
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from encoder_svc.images.image_inputs import VisionAdapter
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions, content_key
 from lookonce.image_file import ImageFile, file_digest, files_of

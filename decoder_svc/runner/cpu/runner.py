@@ -17,6 +17,8 @@ from decoder_svc.runner.cpu.native_model import install_kernels
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
+from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.split_model import split_model
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.kernel_choice import NATIVE
@@ -40,6 +42,9 @@ class CPUModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         """Loads the language half and installs native kernels if the machine and the model allow it."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION, keep_codes=True)
+        if self.config.ranks is not None:
+            self._split(self.config.ranks)
+            return
         if self.config.quantize_bits is not None:
             quantize_linears(self.model, getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
         self.adapters = self._adapter_table()
@@ -61,6 +66,15 @@ class CPUModelRunner(ModelRunnerBase):
         if self.adapters is not None and not isinstance(text_model, NativeStack):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
 
+    def _split(self, ranks: RankGroup) -> None:
+        """Leaves this rank's part of the model, whose layers are transformers' modules."""
+        self.num_kv_heads = split_model(self.model, ranks)
+        num_threads = torch.get_num_threads()
+        self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
+        if isinstance(self.backend, NativeBackend):
+            self.sampler = NativeSampler(self.backend.library, num_threads)
+        logger.info("rank %d of %d has its part of the language model", ranks.rank, ranks.size)
+
     def profile_run(self, worst: WorstCase) -> int:
         """Measures resident memory, and the free memory of machine and container."""
         if isinstance(self.backend, NativeBackend):
@@ -72,7 +86,9 @@ class CPUModelRunner(ModelRunnerBase):
             free = free_bytes()
             self._dummy_run(worst)
         logger.info("the heaviest step takes %d MiB of %d MiB that were free", peak.extra_bytes >> 20, free >> 20)
-        return max(0, free - peak.extra_bytes)
+        # Ranks share this machine's memory, and each takes about as much as this one.
+        num_ranks = 1 if self.config.ranks is None else self.config.ranks.size
+        return max(0, free // num_ranks - peak.extra_bytes)
 
     def capture_model(self) -> None:
         """Does nothing: CPUs have no graphs."""

@@ -23,8 +23,8 @@ from decoder_svc.engine.output_stream import OutputStream
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.fetch_metrics import FetchMetrics
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoder_svc.prompt.family import load_family
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput

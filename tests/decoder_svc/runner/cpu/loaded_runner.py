@@ -7,8 +7,8 @@ import pathlib
 import torch
 
 from decoder_svc.prompt.family import load_family
-from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.runner_config import RunnerConfig
 from lookonce.model.half_model import text_child
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained

@@ -1,0 +1,1 @@
+"""A language model split over several processes (ranks) of one machine."""

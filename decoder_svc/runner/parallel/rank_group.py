@@ -1,0 +1,87 @@
+"""The processes of one machine that compute a model together, and the tensors that they exchange.
+
+Each rank has a part of every large weight. PyTorch's distributed engine (gloo) moves the tensors; it listens on the
+loopback interface alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A rank that is late may load its weights from a slow disk. One that has ended is noticed at once.
+_TIMEOUT = timedelta(minutes=30)
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class RankGroup:
+    """This process's place among the ranks. A process has at most one.
+
+    All ranks must call the same methods in the same order. Each raises RuntimeError when another rank has ended.
+    """
+
+    def __init__(self, rank: int, size: int, meeting_file: pathlib.Path) -> None:
+        """Waits until all ranks have come. `meeting_file` is a path, the same for all, at which no file exists yet."""
+        self.rank = rank
+        self.size = size
+        store = dist.FileStore(str(meeting_file), size)
+        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=_LOOPBACK):
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+
+    def share(self, num_elements: int) -> slice:
+        """Returns this rank's part of a dimension. Parts differ by one element at most."""
+        return self._share_of(self.rank, num_elements)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Returns the sum of all ranks' tensors, the same bits on each rank.
+
+        Tensors of 16 bits are summed in float32, so that the sum is rounded once.
+        """
+        total = part.float() if part.dtype.itemsize < torch.float32.itemsize else part.contiguous()
+        dist.all_reduce(total)
+        return total.to(part.dtype)
+
+    def join(self, part: Tensor, num_elements: int) -> Tensor:
+        """Returns `[…, num_elements]` of which each rank has its share of the last dimension."""
+        widths = [self._width(rank, num_elements) for rank in range(self.size)]
+        # gloo gathers tensors of one shape.
+        padded = torch.nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(parts, padded)
+        return torch.cat([found[..., :width] for found, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def join_at_first(self, part: Tensor, num_elements: int) -> Tensor:
+        """Returns the same on rank 0. The others get a tensor of that shape without values."""
+        widths = [self._width(rank, num_elements) for rank in range(self.size)]
+        padded = torch.nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
+        if self.rank:
+            dist.gather(padded)
+            return part.new_zeros((*part.shape[:-1], 1)).expand(*part.shape[:-1], num_elements)
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.gather(padded, parts)
+        return torch.cat([found[..., :width] for found, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def send_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Copies rank 0's tensors into those of all others."""
+        for tensor in tensors:
+            # gloo does not know bool.
+            dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, src=0)
+
+    def close(self) -> None:
+        """Leaves the group; the ranks need not do that together."""
+        dist.destroy_process_group()
+
+    def _share_of(self, rank: int, num_elements: int) -> slice:
+        return slice(num_elements * rank // self.size, num_elements * (rank + 1) // self.size)
+
+    def _width(self, rank: int, num_elements: int) -> int:
+        share = self._share_of(rank, num_elements)
+        return int(share.stop - share.start)

@@ -1,0 +1,124 @@
+"""The modules of a model of which a rank has a part. Each takes and returns what the whole module does.
+
+The scheme is Megatron's (arXiv:1909.08053, section 3): a product by columns, whose outputs stay where they are, is
+followed by one by rows, whose outputs are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decoder_svc.runner.parallel.rank_group import RankGroup
+from lookonce.model.empty_weights import empty_weights
+
+
+def column_part(linear: nn.Linear, group: RankGroup) -> nn.Linear:
+    """Returns the layer that computes this rank's share of the outputs."""
+    share = group.share(linear.out_features)
+    return _linear(linear.weight[share], None if linear.bias is None else linear.bias[share])
+
+
+class GatheredColumns(nn.Module):
+    """A linear layer of which each rank computes its share of the outputs, and all ranks get all of them."""
+
+    def __init__(self, linear: nn.Linear, group: RankGroup) -> None:
+        super().__init__()
+        self.part = column_part(linear, group)
+        self.out_features = linear.out_features
+        self._group = group
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Computes `[…, out_features]`."""
+        return self._group.join(self.part(inputs), self.out_features)
+
+
+class SplitHead(GatheredColumns):
+    """The last layer, from hidden states to logits. Only rank 0 gets them."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights of this rank's share of the vocabulary."""
+        return self.part.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Computes `[…, vocab]`; on other ranks than 0 it has no values."""
+        return self._group.join_at_first(self.part(inputs), self.out_features)
+
+
+class SplitRows(nn.Module):
+    """A linear layer of which each rank has the weights of its share of the inputs."""
+
+    def __init__(self, linear: nn.Linear, group: RankGroup, *, takes_all: bool) -> None:
+        """`takes_all`: the inputs are whole on each rank, and not only its share of them."""
+        super().__init__()
+        self._share = group.share(linear.in_features)
+        self.part = _linear(linear.weight[:, self._share], None)
+        # Added once, after the sum.
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.clone(), requires_grad=False)
+        self._group = group
+        self._takes_all = takes_all
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Computes `[…, out_features]`."""
+        total = self._group.sum(self.part(inputs[..., self._share] if self._takes_all else inputs))
+        return total if self.bias is None else total + self.bias
+
+
+class SplitEmbedding(nn.Module):
+    """An embedding table of which each rank has its share of the vocabulary."""
+
+    def __init__(self, table: nn.Embedding, group: RankGroup) -> None:
+        """Takes the table over, with what its own `forward` does behind the look-up, such as scaling."""
+        super().__init__()
+        self.num_embeddings = table.num_embeddings
+        self.embedding_dim = table.embedding_dim
+        self._share = group.share(table.num_embeddings)
+        table.weight = nn.Parameter(table.weight[self._share].clone(), requires_grad=False)
+        table.padding_idx = None
+        self.part = table
+        self._group = group
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of this rank's share of the vocabulary."""
+        return self.part.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, `[…, embedding_dim]`."""
+        rows = token_ids - self._share.start
+        num_rows = self._share.stop - self._share.start
+        is_here = (rows >= 0) & (rows < num_rows)
+        found: Tensor = self.part(rows.clamp(0, num_rows - 1))
+        return self._group.sum(found.masked_fill(~is_here[..., None], 0))
+
+
+def sum_outputs(experts: Any, group: RankGroup) -> None:
+    """Makes a module of experts, of whose products each rank computes a part, return the sum of all ranks."""
+
+    def summed(_: Any, __: Any, output: Tensor) -> Tensor:
+        return group.sum(output)
+
+    experts.register_forward_hook(summed)
+
+
+def packed_part(weight: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Returns this rank's share of each of two weights that lie one behind the other in a dimension."""
+    first, second = weight.chunk(2, dim)
+    return torch.cat([plain_part(first, group, dim), plain_part(second, group, dim)], dim)
+
+
+def plain_part(weight: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Returns this rank's share of a dimension, in memory of its own."""
+    share = group.share(weight.shape[dim])
+    return weight.narrow(dim, share.start, share.stop - share.start).clone(memory_format=torch.contiguous_format)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    with empty_weights():
+        part = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    part.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format), requires_grad=False)
+    part.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+    return part

@@ -1,0 +1,114 @@
+"""A model split over several processes gives the tokens of Hugging Face `generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.parallel.leader import Leader, LostRankError
+from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.rank_processes import RankProcesses
+from lookonce.errors import ConfigurationError
+from tests import tiny_models
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+# A plan of transformers with plain layers, one with products that are gathered, two of experts, recurrent layers beside
+# attention, feature levels (without a plan of transformers), a window, and text that is scaled and soft-capped.
+SPLIT_IN_TWO = ("llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision")
+SPLIT_IN_THREE = ("llava_clip", "qwen2_vl", "qwen3_vl")
+
+
+@contextlib.contextmanager
+def split(
+    family: families.Conformance, size: int, on_loss: Callable[[], None]
+) -> Iterator[tuple[offline.OfflineModel, RankProcesses]]:
+    """Yields the family's model split over this process and `size` - 1 more."""
+    config = family.offline.runner.config
+    settings = {
+        "model": str(config.folder),
+        "dtype": "float32",
+        "block_size": config.block_size,
+        "num_threads": 1,
+        "tensor_parallel_size": size,
+    }
+    processes = RankProcesses(settings, size, on_loss)
+    group = None
+    try:
+        group = RankGroup(0, size, processes.meeting_file)
+        runner = CPUModelRunner(replace(config, ranks=group), family.offline.runner.family)
+        processes.wait_until_loaded()
+        runner.lead(Leader(group, processes.connections))
+        yield replace(family.offline, runner=runner), processes
+    finally:
+        processes.close()
+        if group is not None:
+            group.close()
+
+
+def must_not_be_lost() -> None:
+    raise AssertionError("a rank has ended")
+
+
+def check_answers(family: families.Conformance, model: offline.OfflineModel) -> None:
+    questions = family.offline.questions
+    prompts, expected = [one.prompt for one in questions], [one.expected for one in questions]
+    assert offline.Session(model).ask(prompts).token_ids == expected, "all at once"
+    longest = max([23, *(span.length for prompt in prompts for span in prompt.mutual_spans)])
+    session = offline.Session(model, max_num_batched_tokens=longest, num_blocks=families.few_blocks(prompts))
+    assert session.ask(prompts).token_ids == expected, "in chunks, some of them preempted"
+    again = session.ask(prompts)
+    assert again.token_ids == expected, "with hits in the prefix cache"
+
+
+@pytest.mark.parametrize("name", SPLIT_IN_TWO)
+def test_two_ranks_give_the_tokens_of_one(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
+    family = tiny_family(name)
+    with split(family, 2, must_not_be_lost) as (model, _):
+        spec, whole = model.runner.get_kv_cache_spec(), family.offline.runner.get_kv_cache_spec()
+        assert spec.num_kv_heads * 2 == whole.num_kv_heads
+        assert model.runner.weight_bytes < 0.75 * family.offline.runner.weight_bytes
+        check_answers(family, model)
+
+
+@pytest.mark.parametrize("name", SPLIT_IN_THREE)
+def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_models._text_config
+
+    def with_six_heads(tokenizer: object) -> dict[str, object]:
+        # 3 does not divide the width of the feed-forward layers.
+        return plain(tokenizer) | {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
+
+    monkeypatch.setattr(tiny_models, "HIDDEN_SIZE", 96)
+    monkeypatch.setattr(tiny_models, "_text_config", with_six_heads)
+    family = families.build(FAMILIES[name], FAMILIES[name].build(tmp_path))
+    with split(family, 3, must_not_be_lost) as (model, _):
+        check_answers(family, model)
+
+
+def test_a_model_whose_heads_cannot_be_divided_is_refused(tiny_family: Callable[[str], families.Conformance]) -> None:
+    family = tiny_family("llava_clip")
+    with (
+        pytest.raises(ConfigurationError, match="num_attention_heads is 4, which 3 does not divide"),
+        split(family, 3, lambda: None),
+    ):
+        pass
+
+
+def test_a_lost_rank_ends_the_engine(tiny_family: Callable[[str], families.Conformance]) -> None:
+    family = tiny_family("llava_clip")
+    is_lost = threading.Event()
+    with split(family, 2, is_lost.set) as (model, processes):
+        session = offline.Session(model)
+        os.kill(processes.pids[0], signal.SIGKILL)
+        assert is_lost.wait(30)
+        with pytest.raises(LostRankError):
+            session.ask([family.offline.questions[0].prompt])
