@@ -31,13 +31,13 @@ def serve(connection: Connection) -> None:
         import_lean_transformers(shows_progress=False)
         from decoder_svc.assembly import choose_device, load_rank
         from decoder_svc.prompt.family import load_family
-        from decoder_svc.runner.parallel.messages import Start
+        from decoder_svc.runner.parallel.messages import Loaded, Start, encoded, received
         from decoder_svc.runner.parallel.rank_group import RankGroup
         from decoder_svc.runner.rank_steps import RankSteps
         from lookonce.model.model_folder import ModelFolder
         from lookonce.model.pretrained_tokenizer import load_pretrained
 
-    start = connection.recv()
+    start = received(connection)
     assert isinstance(start, Start), "it is the first message"
     settings = DecoderSettings(**start.settings)
     configure_logging(settings.log_format, settings.log_level)
@@ -45,7 +45,7 @@ def serve(connection: Connection) -> None:
     group = RankGroup(start.rank, start.size, pathlib.Path(start.meeting_file))
     runner = load_rank(settings, choose_device(settings), family, group)
     settle()
-    connection.send("loaded")
+    connection.send_bytes(encoded(Loaded()))
     RankSteps(runner, group, connection).run()
 
 

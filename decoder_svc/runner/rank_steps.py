@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import forward_context
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Step
+from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Step, received
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.step_metadata import PreparedInputs
 
@@ -29,7 +29,7 @@ class RankSteps:
         with torch.inference_mode():
             while True:
                 try:
-                    message = self._connection.recv()
+                    message = received(self._connection)
                 except (EOFError, OSError):
                     return
                 if isinstance(message, Allocate):
@@ -47,7 +47,7 @@ class RankSteps:
         inputs = self._runner.prepare_inputs(step.flat)
         language = self._runner.language
         embeddings = language.split_levels(language.look_up_rows(inputs.token_ids))[0]
-        forward = self._connection.recv()
+        forward = received(self._connection)
         assert isinstance(forward, Forward), "a step is computed once it has begun"
         if forward.sends_embeddings:
             embeddings = embeddings.contiguous()

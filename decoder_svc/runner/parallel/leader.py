@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
 
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.language_pass import LanguagePass
-from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Step
+from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Message, Step, encoded
 from decoder_svc.runner.parallel.rank_group import RankGroup
 
 
@@ -67,10 +66,11 @@ class Leader:
             self.group.send_from_first([hidden.contiguous()])
             yield
 
-    def _tell(self, message: Any) -> None:
+    def _tell(self, message: Message) -> None:
         with together():
+            data = encoded(message)
             for connection in self._connections:
-                connection.send(message)
+                connection.send_bytes(data)
 
 
 @contextmanager

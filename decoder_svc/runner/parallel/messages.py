@@ -1,19 +1,39 @@
-"""The messages from rank 0 to the other ranks. All are processes of one decoder, so a message is a Python object.
+"""The messages between the ranks of a split model: MessagePack with the type of each message.
 
-Allocate        -> each rank makes its pools
-Step, Forward   -> each rank looks the step's tokens up, and computes its layers
-Head            -> each rank computes its part of the logits of hidden states
+rank 0 -> each other   Start       who it is; it answers Loaded once it has its part of the model
+                       Allocate    it makes its pools
+                       Step        it looks the tokens of a step up
+                       Forward     it computes the layers for these tokens
+                       Head        it computes its part of the logits of hidden states
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from decoder_svc.runner.input_batch import FlatInputs
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate:
+class Start(msgspec.Struct, tag=True):
+    """The first message to a rank."""
+
+    # The settings that the decoder was given, by their names.
+    settings: dict[str, Any]
+    rank: int
+    size: int
+    # Path of the file at which the ranks meet (RankGroup).
+    meeting_file: str
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """The rank has its part of the model."""
+
+
+class Allocate(msgspec.Struct, tag=True):
     """The sizes of the pools of a KV cache."""
 
     num_blocks: int
@@ -21,15 +41,13 @@ class Allocate:
     num_snapshots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, tag=True):
     """The tokens of a step. Each rank's part of their embeddings is summed."""
 
     flat: FlatInputs
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(msgspec.Struct, tag=True):
     """The layers are computed for the tokens of the step."""
 
     # Whether rank 0 has put rows of images in the place of embeddings, and sends the outcome.
@@ -40,19 +58,37 @@ class Forward:
     num_level_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, tag=True):
     """Rank 0 sends last hidden states, `[num_rows, hidden_size]`."""
 
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The first message: who the rank is."""
+Message = Start | Loaded | Allocate | Step | Forward | Head
 
-    # The settings that the decoder was given, by their names.
-    settings: dict[str, object]
-    rank: int
-    size: int
-    meeting_file: str
+
+def encoded(message: Message) -> bytes:
+    """Returns a message as bytes."""
+    return _encoder.encode(message)
+
+
+def received(connection: Connection) -> Message:
+    """Waits for a message. Raises EOFError or OSError when the other side has ended."""
+    message: Message = _decoder.decode(connection.recv_bytes())
+    return message
+
+
+def _from_array(array: Any) -> list[object]:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"{type(array).__name__} is in no message")
+    return [array.shape, np.ascontiguousarray(array, dtype=np.int64).data]
+
+
+def _to_array(_: type, fields: list[Any]) -> Any:
+    shape, data = fields
+    # The array is written to when ids become known.
+    return np.frombuffer(data, dtype=np.int64).reshape(shape).copy()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_from_array)
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_to_array)

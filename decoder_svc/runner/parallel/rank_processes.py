@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from decoder_svc.runner.parallel.messages import Start
+from decoder_svc.runner.parallel.messages import Loaded, Start, encoded, received
 from lookonce.process.bound_process import start_bound_process
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RankProcesses:
             with theirs:
                 self._processes.append(start_bound_process(_MODULE, [str(theirs.fileno())], [theirs.fileno()]))
             self.connections.append(ours)
-            ours.send(Start(dict(settings), rank, size, str(self.meeting_file)))
+            ours.send_bytes(encoded(Start(dict(settings), rank, size, str(self.meeting_file))))
         self._watchers = [
             threading.Thread(target=self._watch, args=(process,), name="rank-watch", daemon=True)
             for process in self._processes
@@ -65,7 +65,7 @@ class RankProcesses:
     def wait_until_loaded(self) -> None:
         """Waits until each process has its part of the model. Raises EOFError or OSError if one ends before."""
         for connection in self.connections:
-            connection.recv()
+            assert isinstance(received(connection), Loaded), "a rank says nothing else"
         self._is_loaded = True
 
     def close(self) -> None:
