@@ -28,6 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "speculation": {"speculative_tokens": 4, "speculative_ngram_min": 1},
     "process": {"engine": "process"},
+    "two processes": {"tensor_parallel_size": 2},
     # Requests are preempted, and computed again.
     "few blocks": {"num_kv_blocks": 18, "max_context_tokens": 256, "max_num_seqs": 8},
 }
