@@ -41,7 +41,7 @@ from decoder_svc.runner.parallel.leader import Leader, LeadingPass
 from decoder_svc.runner.pending_step import PendingStep, sample_rows
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
-from decoder_svc.runner.recurrent.delta_net import RecurrentLayers, recurrent_layers
+from decoder_svc.runner.recurrent.delta_net import DeltaStep, RecurrentLayers, recurrent_layers
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
@@ -86,6 +86,8 @@ class ModelRunnerBase(ABC):
     overlaps_steps: bool = False
     # Whether the device computes recurrent layers, such as those of Qwen3.5.
     serves_recurrent_layers: bool = False
+    # The device's kernel for single tokens of such layers; None: there is none.
+    delta_step: DeltaStep | None = None
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         self.config = config
@@ -171,7 +173,7 @@ class ModelRunnerBase(ABC):
             )
         if len(recurrent_layers(text)) == text.num_hidden_layers:
             raise ModelFolderError(f"{named} only; a layer with full attention is needed")
-        return RecurrentLayers(getattr(self.model.model, text_child(self.model)), self.model.dtype)
+        return RecurrentLayers(getattr(self.model.model, text_child(self.model)), self.model.dtype, self.delta_step)
 
     def _load_adapters(self) -> None:
         """Raises ModelFolderError for an adapter that does not fit the model, ConfigurationError if none is served."""

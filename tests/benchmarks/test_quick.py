@@ -234,6 +234,13 @@ def test_rounded_cache(quick: Any) -> None:
     assert min(cell["whole_s"] + cell["rounded_s"]) > 0
 
 
+def test_delta_net_speed(quick: Any) -> None:
+    (cell,) = quick("delta_net_speed")["cells"]
+    assert cell["num_sequences"] == 2
+    assert set(cell["layer_s"]) == {"transformers", "ours"}
+    assert all(seconds > 0 for layer_s in cell["layer_s"].values() for seconds in layer_s)
+
+
 def test_expert_speed(quick: Any) -> None:
     (cell,) = quick("expert_speed")["cells"]
     assert cell["num_tokens"] == 3

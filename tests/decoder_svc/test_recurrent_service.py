@@ -20,8 +20,8 @@ from tests.lora_folders import lora_folder
 from tests.tiny_families import qwen3_5
 
 QUESTION = "why do you see a small cat near the red boat " * 4
-# Bytes of one state of the tiny model: two layers of four 16 × 24 matrices, and of three inputs of 160 channels.
-STATE_BYTES = 2 * 4 * (4 * 16 * 24 + 3 * 160)
+# Bytes of one state of the tiny model: two layers of four 16 × 32 matrices, and of three inputs of 192 channels.
+STATE_BYTES = 2 * 4 * (4 * 16 * 32 + 3 * 192)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def text_config(tokenizer: Any) -> dict[str, Any]:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
+        "linear_value_head_dim": 32,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000.0,

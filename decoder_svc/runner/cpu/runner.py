@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from decoder_svc.runner.adapters.adapter_table import AdaptedModules
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.attention import NativeBackend, cpu_attention
+from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.cpu.native_model import install_kernels
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
@@ -22,7 +24,9 @@ from decoder_svc.runner.parallel.split_model import split_model
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.kernel_choice import NATIVE
+from lookonce.model.kernels.linear_layers import replace_linears
 from lookonce.model.kernels.linear_trial import choose_step_linear
+from lookonce.model.kernels.native_linear import native_linear
 from lookonce.model.kernels.quantized_layers import has_quantized_layers, make_layers_whole, quantize_linears
 
 logger = logging.getLogger(__name__)
@@ -48,10 +52,7 @@ class CPUModelRunner(ModelRunnerBase):
         if self.config.quantize_bits is not None:
             quantize_linears(self.model, getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
         self.adapters = self._adapter_table()
-        num_threads = torch.get_num_threads()
-        self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
-        if isinstance(self.backend, NativeBackend):
-            self.sampler = NativeSampler(self.backend.library, num_threads)
+        self._choose_backend()
         linear = choose_step_linear(self.model.dtype)
         # Codes are for the kernels, even where PyTorch is faster with whole weights.
         is_native = linear.implementation == NATIVE or has_quantized_layers(self.model)
@@ -67,13 +68,22 @@ class CPUModelRunner(ModelRunnerBase):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
 
     def _split(self, ranks: RankGroup) -> None:
-        """Leaves this rank's part of the model, whose layers are transformers' modules."""
+        """Leaves this rank's part of the model: transformers' modules, with linear layers of our kernels."""
         self.num_kv_heads = split_model(self.model, ranks)
+        self._choose_backend()
+        is_native = choose_step_linear(self.model.dtype).implementation == NATIVE
+        if isinstance(self.backend, NativeBackend) and is_native:
+            make = functools.partial(native_linear, num_threads=torch.get_num_threads())
+            replace_linears(getattr(self.model.model, text_child(self.model)), make)
+        logger.info("rank %d of %d has its part of the language model", ranks.rank, ranks.size)
+
+    def _choose_backend(self) -> None:
+        """Sets the attention backend, and with our own the sampler and the kernel of recurrent layers."""
         num_threads = torch.get_num_threads()
         self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
         if isinstance(self.backend, NativeBackend):
             self.sampler = NativeSampler(self.backend.library, num_threads)
-        logger.info("rank %d of %d has its part of the language model", ranks.rank, ranks.size)
+            self.delta_step = NativeDeltaStep(self.backend.library, num_threads)
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures resident memory, and the free memory of machine and container."""

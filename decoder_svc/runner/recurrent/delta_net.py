@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from decoder_svc.runner.attention import AttentionMetadata, current_step
-from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape
+from decoder_svc.runner.recurrent.state_pools import LayerState, MatrixPlaces, StatePool, StateShape
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 LAYER_TYPE = "linear_attention"
@@ -31,13 +31,32 @@ def recurrent_layers(text: Any) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(types) if kind == LAYER_TYPE)
 
 
+class DeltaStep(Protocol):
+    """A kernel for one token of each of several sequences."""
+
+    def can_compute(self, key_dim: int, value_dim: int) -> bool:
+        """Whether it computes heads of this size."""
+        ...
+
+    def __call__(self, mixed: Tensor, decay: Tensor, beta: Tensor, places: MatrixPlaces, num_key_heads: int) -> Tensor:
+        """Changes the states in place, and returns `[num_sequences, value_heads, value_dim]`, float32.
+
+        `mixed` has the queries, keys and values of all heads, `[num_sequences, channels]`; `decay`, natural logarithms,
+        and `beta` are `[num_sequences, value_heads]`.
+        """
+        ...
+
+
 class RecurrentLayers:
     """The recurrent layers of a model, which compute steps from the states in their pools."""
 
-    def __init__(self, text_model: Any, dtype: torch.dtype) -> None:
-        """Replaces the `forward` of the layers' modules in place."""
+    def __init__(self, text_model: Any, dtype: torch.dtype, step: DeltaStep | None = None) -> None:
+        """Replaces the `forward` of the layers' modules in place.
+
+        `step` computes single tokens where it can; otherwise transformers' recurrent form does.
+        """
         self._pools: Mapping[int, StatePool] = {
-            layer: _install(getattr(text_model.layers[layer], _CHILD), dtype)
+            layer: _install(getattr(text_model.layers[layer], _CHILD), dtype, step)
             for layer in sorted(recurrent_layers(text_model.config))
         }
 
@@ -52,23 +71,25 @@ class RecurrentLayers:
             pool.allocate(num_slots, num_snapshots, device)
 
 
-def _install(module: Any, dtype: torch.dtype) -> StatePool:
+def _install(module: Any, dtype: torch.dtype, step: DeltaStep | None) -> StatePool:
     shape = StateShape(
         matrix=(module.num_v_heads, module.head_k_dim, module.head_v_dim),
         window=(module.conv_dim, module.conv_kernel_size - 1),
         dtype=dtype,
     )
     pool = StatePool(shape)
-    module.forward = _DeltaNet(module, pool)
+    module.forward = _DeltaNet(module, pool, step)
     return pool
 
 
 class _DeltaNet:
     """The `forward` of one layer's module."""
 
-    def __init__(self, module: Any, pool: StatePool) -> None:
+    def __init__(self, module: Any, pool: StatePool, step: DeltaStep | None) -> None:
         self._module = module
         self._pool = pool
+        sizes = module.head_k_dim, module.head_v_dim
+        self._native = step if step is not None and step.can_compute(*sizes) else None
         home = sys.modules[type(module).__module__]
         # Without the kernels of other packages, which transformers would use if they are installed.
         self._chunked: Callable[..., Any] = inspect.unwrap(home.torch_chunk_gated_delta_rule)
@@ -103,20 +124,28 @@ class _DeltaNet:
         if not rows:
             return
         tokens = torch.tensor(rows, device=mixed.device)
-        state = self._pool.read(uses, starts)
-        inputs = torch.cat([state.windows, mixed[tokens, :, None]], dim=-1)
+        inputs = torch.cat([self._pool.read_windows(uses, starts), mixed[tokens, :, None]], dim=-1)
         # Summed up here: the result of PyTorch's convolution may depend on the number of sequences.
         products = inputs.float() * self._module.conv1d.weight[:, 0].float()
         convolved = products.sum(-1).to(mixed.dtype)
-        output, matrices = self._rule(
-            self._recurrent, convolved[:, None], beta[tokens, None], decay[tokens, None], state.matrices
-        )
-        attended[tokens] = output[:, 0]
-        after = LayerState(matrices, inputs[:, :, 1:])
-        self._pool.write(uses, after)
-        for index, use in enumerate(uses):
+        attended[tokens] = self._step(uses, starts, convolved, beta[tokens], decay[tokens]).to(attended.dtype)
+        self._pool.write_windows(uses, inputs[:, :, 1:])
+        for use in uses:
             for _, snapshot in use.taken:
-                self._pool.write_snapshot(snapshot, _one(after, index))
+                self._pool.take_snapshot(use, snapshot)
+
+    def _step(
+        self, uses: Sequence[StateUse], starts: Sequence[int], convolved: Tensor, beta: Tensor, decay: Tensor
+    ) -> Tensor:
+        """Computes one token of each sequence, `[num_sequences, heads, value_dim]`, and changes the matrices."""
+        if self._native is not None:
+            activated = ACT2FN[self._module.activation](convolved)
+            places = self._pool.matrix_places(uses, starts)
+            return self._native(activated, decay, beta, places, self._module.num_k_heads)
+        matrices = self._pool.read_matrices(uses, starts)
+        output, after = self._rule(self._recurrent, convolved[:, None], beta[:, None], decay[:, None], matrices)
+        self._pool.write_matrices(uses, after)
+        return output[:, 0]
 
     def _chunks(
         self, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor, attended: Tensor
@@ -171,8 +200,3 @@ class _DeltaNet:
             use_qk_l2norm_in_kernel=True,
         )
         return output, after
-
-
-def _one(state: LayerState, index: int) -> LayerState:
-    """Returns the state of one of several sequences."""
-    return LayerState(state.matrices[index, None], state.windows[index, None])

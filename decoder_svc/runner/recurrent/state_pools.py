@@ -7,6 +7,7 @@ step write the same state, and none writes a snapshot that another one reads.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,18 @@ class LayerState:
     windows: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixPlaces:
+    """Where the recurrent matrices of several sequences are in their pool."""
+
+    # [num_states, heads, key_dim, value_dim], float32.
+    matrices: Tensor
+    # State that each sequence begins with, int64; negative: it begins with zeros.
+    sources: Tensor
+    # State that each sequence leaves, int64.
+    targets: Tensor
+
+
 class StatePool:
     """The states of one layer: first those of the running requests, then the snapshots."""
 
@@ -57,26 +70,57 @@ class StatePool:
         self._matrices = torch.zeros((num_states, *self.shape.matrix), dtype=torch.float32, device=device)
         self._windows = torch.zeros((num_states, *self.shape.window), dtype=self.shape.dtype, device=device)
 
-    def read(self, uses: list[StateUse], starts: list[int]) -> LayerState:
+    def read(self, uses: Sequence[StateUse], starts: Sequence[int]) -> LayerState:
         """Returns copies of the states that chunks begin with. `starts` are the indexes of their first tokens."""
-        states = torch.tensor([self._begin(use) for use in uses], device=self._matrices.device)
-        matrices, windows = self._matrices[states], self._windows[states]
-        for index, (use, start) in enumerate(zip(uses, starts, strict=True)):
-            if start == 0 and use.loaded is None:
-                matrices[index] = 0
-                windows[index] = 0
-        return LayerState(matrices, windows)
+        return LayerState(self.read_matrices(uses, starts), self.read_windows(uses, starts))
 
-    def write(self, uses: list[StateUse], state: LayerState) -> None:
+    def read_matrices(self, uses: Sequence[StateUse], starts: Sequence[int]) -> Tensor:
+        """Returns copies of the matrices alone, `[num_sequences, heads, key_dim, value_dim]`."""
+        return self._copies(self._matrices, uses, starts)
+
+    def read_windows(self, uses: Sequence[StateUse], starts: Sequence[int]) -> Tensor:
+        """Returns copies of the windows alone, `[num_sequences, channels, kernel_size - 1]`."""
+        return self._copies(self._windows, uses, starts)
+
+    def matrix_places(self, uses: Sequence[StateUse], starts: Sequence[int]) -> MatrixPlaces:
+        """Returns where the matrices are, for a kernel that changes them in place."""
+        sources = [-1 if _is_new(use, start) else self._begin(use) for use, start in zip(uses, starts, strict=True)]
+        return MatrixPlaces(self._matrices, torch.tensor(sources), torch.tensor([use.slot for use in uses]))
+
+    def write(self, uses: Sequence[StateUse], state: LayerState) -> None:
         """Stores the states of running requests."""
-        slots = torch.tensor([use.slot for use in uses], device=self._matrices.device)
-        self._matrices[slots] = state.matrices
-        self._windows[slots] = state.windows
+        self.write_matrices(uses, state.matrices)
+        self.write_windows(uses, state.windows)
+
+    def write_matrices(self, uses: Sequence[StateUse], matrices: Tensor) -> None:
+        """Stores the matrices alone."""
+        self._matrices[torch.tensor([use.slot for use in uses], device=self._matrices.device)] = matrices
+
+    def write_windows(self, uses: Sequence[StateUse], windows: Tensor) -> None:
+        """Stores the windows alone."""
+        self._windows[torch.tensor([use.slot for use in uses], device=self._windows.device)] = windows
+
+    def take_snapshot(self, use: StateUse, snapshot: int) -> None:
+        """Copies the state of a running request to a snapshot."""
+        for states in (self._matrices, self._windows):
+            states[self._num_slots + snapshot] = states[use.slot]
 
     def write_snapshot(self, snapshot: int, state: LayerState) -> None:
         """Stores the state of a single sequence as a snapshot."""
         self._matrices[self._num_slots + snapshot] = state.matrices[0]
         self._windows[self._num_slots + snapshot] = state.windows[0]
 
+    def _copies(self, states: Tensor, uses: Sequence[StateUse], starts: Sequence[int]) -> Tensor:
+        found = states[torch.tensor([self._begin(use) for use in uses], device=states.device)]
+        for index, (use, start) in enumerate(zip(uses, starts, strict=True)):
+            if _is_new(use, start):
+                found[index] = 0
+        return found
+
     def _begin(self, use: StateUse) -> int:
         return use.slot if use.loaded is None else self._num_slots + use.loaded
+
+
+def _is_new(use: StateUse, start: int) -> bool:
+    """Whether a sequence begins here, and not from a snapshot."""
+    return start == 0 and use.loaded is None
