@@ -176,7 +176,12 @@ def load_core(
     """Loads the language model into this process and sizes its memory pools. Raises what `build_engine` raises."""
     _check_mask(settings, family)
     ranks = _started_ranks(settings, device)
-    runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family, ranks))
+    try:
+        runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family, ranks))
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
     logger.info("engine limits: %s", limits)
     scheduler = Scheduler(
         SchedulerLimits(

@@ -65,8 +65,11 @@ class RankProcesses:
     def wait_until_loaded(self) -> None:
         """Waits until each process has its part of the model. Raises EOFError or OSError if one ends before."""
         for connection in self.connections:
-            assert isinstance(received(connection), Loaded), "a rank says nothing else"
+            message = received(connection)
+            assert isinstance(message, Loaded), "a rank says nothing else"
         self._is_loaded = True
+        # The ranks have met. A process that is killed would leave the folder.
+        self._folder.cleanup()
 
     def close(self) -> None:
         """Ends the processes."""
