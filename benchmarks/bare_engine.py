@@ -79,8 +79,9 @@ async def serve(arguments: Sequence[str]) -> None:
     """Runs the sets of requests from standard input, one after another, until end of file."""
     # The services import it this way, too.
     import_lean_transformers()
-    from decoder_svc.assembly import build_engine, choose_device
+    from decoder_svc.assembly import build_engine
     from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
+    from decoder_svc.device_choice import choose_device
     from decoder_svc.rows.fetch_metrics import FetchMetrics
     from decoder_svc.service import load_text
 

@@ -12,9 +12,10 @@ from typing import Any, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.assembly import build_engine, choose_device
+from decoder_svc.assembly import build_engine
 from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
 from decoder_svc.constraint.frames import Vocabulary
+from decoder_svc.device_choice import choose_device
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId

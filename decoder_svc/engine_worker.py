@@ -43,8 +43,9 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
     # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
         import_lean_transformers(shows_progress=settings.log_format != "json")
-        from decoder_svc.assembly import choose_device, load_core
+        from decoder_svc.assembly import load_core
         from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
+        from decoder_svc.device_choice import choose_device
         from decoder_svc.engine.messages import Stop
         from decoder_svc.engine.process.codec import decode_in_process, encode_for_service, encode_start
         from decoder_svc.engine.process.published_heartbeat import PublishedHeartbeat

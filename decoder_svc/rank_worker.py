@@ -29,7 +29,8 @@ def serve(connection: Connection) -> None:
     # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
         import_lean_transformers(shows_progress=False)
-        from decoder_svc.assembly import choose_device, load_rank
+        from decoder_svc.assembly import load_rank
+        from decoder_svc.device_choice import choose_device
         from decoder_svc.prompt.family import load_family
         from decoder_svc.runner.parallel.messages import Loaded, Start, encoded, received
         from decoder_svc.runner.parallel.rank_group import RankGroup

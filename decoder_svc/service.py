@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.adapter_metrics import AdapterMetrics
 from decoder_svc.admin_servicer import ADMIN_SERVICE_NAME, DecoderAdminServicer
-from decoder_svc.assembly import DeviceChoice, begin_engine_process, build_engine, choose_device
+from decoder_svc.assembly import begin_engine_process, build_engine
 from decoder_svc.constraint.constraint_checker import ConstraintChecker
 from decoder_svc.constraint.folder_vocabulary import tokenizer_vocabulary
 from decoder_svc.constraint.frames import Vocabulary
+from decoder_svc.device_choice import DeviceChoice, choose_device
 from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics

@@ -12,8 +12,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from decoder_svc import assembly
-from decoder_svc.assembly import DeviceChoice, choose_device
 from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
+from decoder_svc.device_choice import DeviceChoice, choose_device
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.cpu.runner import CPUModelRunner
