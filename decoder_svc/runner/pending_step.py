@@ -1,8 +1,8 @@
-"""A launched step, and its sampled tokens once the device has computed them."""
+"""The samples of a step: their parameters and masks, and the tokens once the device has computed them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,27 @@ from torch import Tensor
 from decoder_svc.runner.input_batch import RequestRow
 from decoder_svc.runner.sampling.sample_row import SampleRow
 from decoder_svc.runner.sampling.sampler import PendingSample
-from decoder_svc.runner.token_masks import RowMasks
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
+from decoder_svc.scheduling.sampling_params import AnswerSoFar
 from decoder_svc.scheduling.scheduler_output import SampledToken
+
+# One mask per token that a row samples; None: any token.
+RowMasks = list[bytes] | None
+
+
+def begin_masks(rows: Sequence[RequestRow]) -> Callable[[], list[RowMasks]]:
+    """Begins to compute the masks of these rows, drafts included, and returns a function that waits for them."""
+    answers = [AnswerSoFar(row.constraint, row.token_ids, row.draft_ids) for row in rows if row.constraint is not None]
+    if not answers:
+        return lambda: [None] * len(rows)
+    finish = answers[0].constraint.follower.begin_masks(answers)
+
+    def masks() -> list[RowMasks]:
+        found = iter(finish())
+        return [None if row.constraint is None else next(found) for row in rows]
+
+    return masks
 
 
 def sample_rows(rows: Sequence[RequestRow], masks: Sequence[RowMasks]) -> list[SampleRow]:

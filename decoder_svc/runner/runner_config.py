@@ -1,4 +1,4 @@
-"""Settings of a runner."""
+"""The settings with which a service or a test makes a model runner."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
 from tests.quantized_folders import FORMS, store_quantized
 from tests.warm_processes import WarmProcesses
 
-SPLIT = {"tensor_parallel_size": 2, "dtype": "float32"}
+SPLIT: dict[str, Any] = {"tensor_parallel_size": 2, "dtype": "float32"}
 TEXT = "What is in the picture? A green star, and nothing more than that, I am sure. " * 4
 TIMEOUT_S = 60
 

@@ -109,7 +109,7 @@ class LeadingPass:
             return self._language.logits(embeddings, positions, sampled, token_ids)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Calls LanguagePass.logits_of."""
+        """Calls LanguagePass.logits_of on all ranks, each for its part of the vocabulary."""
         with self._leader.head(hidden):
             return self._language.logits_of(hidden)
 

@@ -72,7 +72,7 @@ class RankProcesses:
         self._folder.cleanup()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, whatever they are doing, and waits until they have ended."""
         self._is_closing.set()
         for process in self._processes:
             process.kill()

@@ -21,7 +21,7 @@ def column_part(linear: nn.Linear, group: RankGroup) -> nn.Linear:
     return _linear(linear.weight[share], None if linear.bias is None else linear.bias[share])
 
 
-class GatheredColumns(nn.Module):
+class GatheredColumns(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A linear layer of which each rank computes its share of the outputs, and all ranks get all of them."""
 
     def __init__(self, linear: nn.Linear, group: RankGroup) -> None:
@@ -31,7 +31,7 @@ class GatheredColumns(nn.Module):
         self._group = group
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes `[…, out_features]`."""
+        """Takes `[…, in_features]` and returns `[…, out_features]`, the same on each rank."""
         return self._group.join(self.part(inputs), self.out_features)
 
 
@@ -48,7 +48,7 @@ class SplitHead(GatheredColumns):
         return self._group.join_at_first(self.part(inputs), self.out_features)
 
 
-class SplitRows(nn.Module):
+class SplitRows(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A linear layer of which each rank has the weights of its share of the inputs."""
 
     def __init__(self, linear: nn.Linear, group: RankGroup, *, takes_all: bool) -> None:
@@ -62,12 +62,12 @@ class SplitRows(nn.Module):
         self._takes_all = takes_all
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes `[…, out_features]`."""
+        """Takes `[…, in_features]` and returns `[…, out_features]`, the same on each rank."""
         total = self._group.sum(self.part(inputs[..., self._share] if self._takes_all else inputs))
         return total if self.bias is None else total + self.bias
 
 
-class SplitEmbedding(nn.Module):
+class SplitEmbedding(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """An embedding table of which each rank has its share of the vocabulary."""
 
     def __init__(self, table: nn.Embedding, group: RankGroup) -> None:

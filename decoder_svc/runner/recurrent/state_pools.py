@@ -45,7 +45,7 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlaces:
-    """Where the recurrent matrices of several sequences are in their pool."""
+    """The places of several sequences' recurrent matrices in their pool."""
 
     # [num_states, heads, key_dim, value_dim], float32.
     matrices: Tensor
@@ -93,11 +93,11 @@ class StatePool:
         self.write_windows(uses, state.windows)
 
     def write_matrices(self, uses: Sequence[StateUse], matrices: Tensor) -> None:
-        """Stores the matrices alone."""
+        """Stores the matrices of running requests, and leaves their windows."""
         self._matrices[torch.tensor([use.slot for use in uses], device=self._matrices.device)] = matrices
 
     def write_windows(self, uses: Sequence[StateUse], windows: Tensor) -> None:
-        """Stores the windows alone."""
+        """Stores the windows of running requests, and leaves their matrices."""
         self._windows[torch.tensor([use.slot for use in uses], device=self._windows.device)] = windows
 
     def take_snapshot(self, use: StateUse, snapshot: int) -> None:

@@ -30,7 +30,9 @@ def built(tiny_family: Callable[[str], families.Conformance]) -> Callable[[str],
 
 
 def language_of(model: offline.OfflineModel) -> LanguagePass:
-    return model.runner.language
+    language = model.runner.language
+    assert isinstance(language, LanguagePass)
+    return language
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
