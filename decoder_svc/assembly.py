@@ -181,7 +181,7 @@ def _started_ranks(settings: DecoderSettings, device: DeviceChoice) -> RankProce
     if settings.tensor_parallel_size == 1:
         return None
     refused = {
-        f"on the device {device.platform.name}": device.platform.name != "cpu",
+        f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
         "with --quantize": settings.quantize != "none",
         "with adapters": bool(settings.adapters or settings.adapters_folder),
     }

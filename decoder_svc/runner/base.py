@@ -85,6 +85,8 @@ class ModelRunnerBase(ABC):
     overlaps_steps: bool = False
     # Whether the device computes recurrent layers, such as those of Qwen3.5.
     serves_recurrent_layers: bool = False
+    # Whether the device computes a part of a model, beside other processes with theirs (runner/parallel).
+    serves_split_models: bool = False
     # The device's kernel for single tokens of such layers; None: there is none.
     delta_step: DeltaStep | None = None
 

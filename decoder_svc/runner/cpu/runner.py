@@ -36,6 +36,7 @@ class CPUModelRunner(ModelRunnerBase):
     """Runs steps on the CPUs that this process may use."""
 
     serves_recurrent_layers = True
+    serves_split_models = True
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")
