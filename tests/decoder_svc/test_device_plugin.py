@@ -20,6 +20,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
 from lookonce.devices.base import MIB
+from lookonce.errors import ConfigurationError
 from tests import image_files, tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder, source
 from tests.decoder_svc.encoders import running_encoder
@@ -53,6 +54,15 @@ async def answers(decoder: RunningDecoder) -> list[pb.Choice]:
         response = await decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=60)
         found.append(response.choices[0])
     return found
+
+
+@pytest.mark.usefixtures("on_path")
+async def test_a_device_that_computes_no_parts_of_a_model_refuses_to_split_it(
+    model_folder: Callable[[str], pathlib.Path],
+) -> None:
+    with pytest.raises(ConfigurationError, match="not offered on the device fixed yet"):
+        async with running_decoder(model_folder("llava_clip"), device="fixed", tensor_parallel_size=2):
+            pass
 
 
 @pytest.mark.usefixtures("on_path")
