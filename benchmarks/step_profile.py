@@ -25,7 +25,7 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 _NAME = "step_profile"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Timed methods of a step; the phases of the stack are listed below.
-_METHODS = ("_update_states", "_prepare_inputs", "_embed")
+_METHODS = ("_update_states", "prepare_inputs", "_embed")
 # By phase of the stack, in the order of a layer.
 _PHASES = {
     "norms": "norms",
@@ -136,7 +136,7 @@ class StepProfiler:
         stack = [step["stack"] - sum(step[name] for name in PHASES) for step in steps]
         rest = [all_of_it - sum(step[name] for name in outside) for all_of_it, step in zip(whole, steps, strict=True)]
         parts = [
-            part("the scheduler's words to arrays", "_update_states", "_prepare_inputs"),
+            part("the scheduler's words to arrays", "_update_states", "prepare_inputs"),
             part("embeddings", "_embed"),
             *(part(title, name, limit_s=phase_limits.get(name)) for name, title in _PHASES.items()),
             Part("the stack's call: angles, waking threads", statistics.median(stack), None),
