@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
@@ -72,3 +73,13 @@ def chat(*parts: str | common_pb2.ImageSource) -> pb.ChatPrompt:
 def params(*parts: str | common_pb2.ImageSource, **sampling: Any) -> pb.GenerateParams:
     """A chat with one user message; keyword arguments are sampling fields."""
     return pb.GenerateParams(chat=chat(*parts), sampling=pb.SamplingParams(**sampling))
+
+
+def code_of(call: Callable[[], object]) -> str:
+    """Returns the name of the status with which a blocking call ends."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code.name
+    return "OK"

@@ -22,7 +22,7 @@ from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
 from lookonce.errors import ConfigurationError
 from tests import tiny_models
 from tests.conftest import DEMO_MODEL
-from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
+from tests.decoder_svc.decoders import RunningDecoder, code_of, params, running_decoder
 from tests.quantized_folders import FORMS, store_quantized
 from tests.warm_processes import WarmProcesses
 
@@ -100,15 +100,6 @@ async def test_quantized_folders_are_refused(tmp_path: pathlib.Path) -> None:
             pass
 
 
-def _code(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except grpc.RpcError as error:
-        code: grpc.StatusCode = error.code()
-        return code.name
-    return "OK"
-
-
 @pytest.mark.parametrize("is_busy", [True, False], ids=["in a step", "without work"])
 def test_a_rank_that_ends_ends_its_decoder(
     is_busy: bool, tmp_path: pathlib.Path, warm_processes: WarmProcesses
@@ -131,7 +122,7 @@ def test_a_rank_that_ends_ends_its_decoder(
             stub: DecoderServiceStub = DecoderServiceStub(channel)
             request = pb.GenerateRequest(params=params("red", max_tokens=1500, ignore_eos=True))
             generate = functools.partial(stub.Generate, request, timeout=TIMEOUT_S)
-            calls = [threads.submit(_code, generate) for _ in range(4 if is_busy else 0)]
+            calls = [threads.submit(code_of, generate) for _ in range(4 if is_busy else 0)]
             while is_busy and stub.GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S).running_requests < 4:
                 time.sleep(0.01)
             ranks[0].send_signal(signal.SIGKILL)

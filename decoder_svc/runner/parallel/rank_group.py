@@ -51,23 +51,20 @@ class RankGroup:
 
     def join(self, part: Tensor, num_elements: int) -> Tensor:
         """Returns `[…, num_elements]` of which each rank has its share of the last dimension."""
-        widths = [self._width(rank, num_elements) for rank in range(self.size)]
-        # gloo gathers tensors of one shape.
-        padded = torch.nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in widths]
+        padded = self._padded(part, num_elements)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
-        return torch.cat([found[..., :width] for found, width in zip(parts, widths, strict=True)], dim=-1)
+        return self._joined(parts, num_elements)
 
     def join_at_first(self, part: Tensor, num_elements: int) -> Tensor:
         """Returns the same on rank 0. The others get a tensor of that shape without values."""
-        widths = [self._width(rank, num_elements) for rank in range(self.size)]
-        padded = torch.nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
+        padded = self._padded(part, num_elements)
         if self.rank:
             dist.gather(padded)
             return part.new_zeros((*part.shape[:-1], 1)).expand(*part.shape[:-1], num_elements)
-        parts = [torch.empty_like(padded) for _ in widths]
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.gather(padded, parts)
-        return torch.cat([found[..., :width] for found, width in zip(parts, widths, strict=True)], dim=-1)
+        return self._joined(parts, num_elements)
 
     def send_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copies rank 0's tensors into those of all others."""
@@ -82,6 +79,11 @@ class RankGroup:
     def _share_of(self, rank: int, num_elements: int) -> slice:
         return slice(num_elements * rank // self.size, num_elements * (rank + 1) // self.size)
 
-    def _width(self, rank: int, num_elements: int) -> int:
-        share = self._share_of(rank, num_elements)
-        return int(share.stop - share.start)
+    def _padded(self, part: Tensor, num_elements: int) -> Tensor:
+        """Returns a share with as many elements as the largest one, because gloo gathers tensors of one shape."""
+        largest = -(-num_elements // self.size)
+        return torch.nn.functional.pad(part, (0, largest - part.shape[-1])).contiguous()
+
+    def _joined(self, parts: Sequence[Tensor], num_elements: int) -> Tensor:
+        shares = [self._share_of(rank, num_elements) for rank in range(self.size)]
+        return torch.cat([part[..., : share.stop - share.start] for part, share in zip(parts, shares, strict=True)], -1)

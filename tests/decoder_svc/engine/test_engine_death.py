@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
-from tests.decoder_svc.decoders import params
+from tests.decoder_svc.decoders import code_of, params
 from tests.fault_file import DIE, FAIL, HANG, FaultFile
 from tests.warm_processes import WarmProcess, WarmProcesses
 
@@ -89,15 +89,6 @@ def started(
     return start
 
 
-def _code(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except grpc.RpcError as error:
-        code: grpc.StatusCode = error.code()
-        return code.name
-    return "OK"
-
-
 @pytest.mark.parametrize(
     ("engine", "fault", "expected"),
     # Requests whose own step fails get INTERNAL. After three such steps the engine dies.
@@ -112,7 +103,7 @@ def test_a_dead_engine_answers_all_calls_is_not_serving_and_ends_the_process_wit
 ) -> None:
     with started("--engine", engine) as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:
         decoder.fault.order(HANG)
-        calls = [threads.submit(_code, decoder.generate) for _ in range(NUM_CALLS)]
+        calls = [threads.submit(code_of, decoder.generate) for _ in range(NUM_CALLS)]
         decoder.until_live(NUM_CALLS)
         decoder.fault.order(fault)
         assert Counter(call.result() for call in calls) == expected
@@ -129,12 +120,12 @@ def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(engine: st
         decoder.fault.order(HANG)
         call = threads.submit(decoder.generate)
         assert decoder.next_health() == Health.NOT_SERVING
-        assert _code(decoder.generate) == "UNAVAILABLE", "nothing more is taken meanwhile"
+        assert code_of(decoder.generate) == "UNAVAILABLE", "nothing more is taken meanwhile"
         assert decoder.process.poll() is None
         decoder.fault.clear()
         assert call.result().usage.completion_tokens == 3
         assert decoder.next_health() == Health.SERVING
-        assert _code(decoder.generate) == "OK"
+        assert code_of(decoder.generate) == "OK"
         decoder.process.send_signal(signal.SIGTERM)
         assert decoder.process.wait(TIMEOUT_S) == 0
 
@@ -142,7 +133,7 @@ def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(engine: st
 def test_the_engine_s_process_ends_with_a_decoder_that_is_killed_also_in_a_step_that_hangs(started: Started) -> None:
     with started("--engine", "process") as decoder, ThreadPoolExecutor(1) as threads:
         decoder.fault.order(HANG)
-        call = threads.submit(_code, decoder.generate)
+        call = threads.submit(code_of, decoder.generate)
         decoder.until_live(1)
         (engine,) = psutil.Process(decoder.process.pid).children()
         decoder.process.kill()
@@ -154,7 +145,7 @@ def test_the_engine_s_process_ends_with_a_decoder_that_is_killed_also_in_a_step_
 def test_an_engine_process_that_dies_while_the_decoder_drains_is_a_fault(started: Started) -> None:
     with started("--engine", "process", "--drain-timeout-s", "60") as decoder, ThreadPoolExecutor(1) as threads:
         decoder.fault.order(HANG)
-        call = threads.submit(_code, decoder.generate)
+        call = threads.submit(code_of, decoder.generate)
         decoder.until_live(1)
         (engine,) = psutil.Process(decoder.process.pid).children()
         decoder.process.send_signal(signal.SIGTERM)
