@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 import torch
+import transformers
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.frames import Vocabulary
@@ -26,6 +27,7 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.parallel.leader import Leader
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.parallel.rank_processes import RankProcesses
+from decoder_svc.runner.parallel.split_model import kv_heads_of_rank
 from decoder_svc.runner.row_cache import ROW_DTYPES
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.selection import runner_class
@@ -184,10 +186,14 @@ def _started_ranks(settings: DecoderSettings, device: DeviceChoice) -> RankProce
         f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
         "with --quantize": settings.quantize != "none",
         "with adapters": bool(settings.adapters or settings.adapters_folder),
+        "on this operating system": not hasattr(os, "memfd_create"),
     }
     for what, is_asked_for in refused.items():
         if is_asked_for:
             raise ConfigurationError(f"tensor_parallel_size is not offered {what} yet: leave one of the two out")
+    # Each rank would find it as well, after it has loaded its libraries.
+    config = transformers.AutoConfig.from_pretrained(settings.model, trust_remote_code=False, local_files_only=True)
+    kv_heads_of_rank(config.get_text_config(), settings.tensor_parallel_size)
     return RankProcesses(settings.given_values(), settings.tensor_parallel_size)
 
 

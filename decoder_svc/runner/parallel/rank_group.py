@@ -29,7 +29,7 @@ class RankGroup:
     """
 
     def __init__(self, rank: int, size: int, meeting_file: pathlib.Path) -> None:
-        """Waits until all ranks have come. `meeting_file` is a path, the same for all, at which no file exists yet."""
+        """Waits until all ranks have come. `meeting_file` is the path of a file that was empty, the same for all."""
         self.rank = rank
         self.size = size
         store = dist.FileStore(str(meeting_file), size)
@@ -41,7 +41,7 @@ class RankGroup:
         return self._share_of(self.rank, num_elements)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Returns the sum of all ranks' tensors, the same bits on each rank.
+        """Returns the sum of all ranks' tensors, the same bits on each rank. `part` may be overwritten.
 
         Tensors of 16 bits are summed in float32, so that the sum is rounded once.
         """

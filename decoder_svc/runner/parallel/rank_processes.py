@@ -6,7 +6,6 @@ import logging
 import os
 import pathlib
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
@@ -36,9 +35,10 @@ class RankProcesses:
 
     def __init__(self, settings: Mapping[str, Any], size: int, on_loss: Callable[[], None] = end_this_process) -> None:
         """Starts the processes with the decoder's settings. `on_loss` is called on a thread when one has ended."""
-        self._folder = tempfile.TemporaryDirectory(prefix="lookonce-ranks-")
-        # The file at which the ranks meet (RankGroup).
-        self.meeting_file = pathlib.Path(self._folder.name) / "ranks"
+        # The file at which the ranks meet (RankGroup). It has no name, so nothing is left of it whoever ends first. Each
+        # rank opens it anew through the file that it inherits, which has the same number there.
+        self._file = os.memfd_create("lookonce-ranks")
+        self.meeting_file = pathlib.Path(f"/proc/self/fd/{self._file}")
         self._on_loss = on_loss
         self._is_loaded = False
         self._is_closing = threading.Event()
@@ -47,7 +47,9 @@ class RankProcesses:
         for rank in range(1, size):
             ours, theirs = Pipe()
             with theirs:
-                self._processes.append(start_bound_process(_MODULE, [str(theirs.fileno())], [theirs.fileno()]))
+                self._processes.append(
+                    start_bound_process(_MODULE, [str(theirs.fileno())], [theirs.fileno(), self._file])
+                )
             self.connections.append(ours)
             ours.send_bytes(encoded(Start(dict(settings), rank, size, str(self.meeting_file))))
         self._watchers = [
@@ -68,8 +70,6 @@ class RankProcesses:
             message = received(connection)
             assert isinstance(message, Loaded), "a rank says nothing else"
         self._is_loaded = True
-        # The ranks have met. A process that is killed would leave the folder.
-        self._folder.cleanup()
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing, and waits until they have ended."""
@@ -80,7 +80,7 @@ class RankProcesses:
             watcher.join()
         for connection in self.connections:
             connection.close()
-        self._folder.cleanup()
+        os.close(self._file)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()

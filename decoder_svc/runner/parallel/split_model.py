@@ -57,16 +57,31 @@ def split_model(model: Any, group: RankGroup) -> int:
         raise _refusal("quantized layers are not split yet; use the unquantized model")
     text_model = getattr(model.model, text_child(model))
     text = model.config.get_text_config()
-    plan = getattr(text, "base_model_tp_plan", None) or _USUAL_PLAN
-    splits_heads = any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in plan.items())
-    if splits_heads:
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            if getattr(text, name) % group.size:
-                raise _refusal(f"{name} is {getattr(text, name)}, which {group.size} does not divide")
-    _split_layers(text_model, plan, group)
+    num_kv_heads = kv_heads_of_rank(text, group.size)
+    _split_layers(text_model, _plan(text), group)
     _split_vocabulary(model, group)
     detach_from_file(model)
-    return int(text.num_key_value_heads) // (group.size if splits_heads else 1)
+    return num_kv_heads
+
+
+def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
+    """Returns the number of KV heads of each rank, from a text configuration.
+
+    Raises ConfigurationError if the heads cannot be divided among so many ranks.
+    """
+    num_kv_heads = int(text.num_key_value_heads)
+    if not any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in _plan(text).items()):
+        # Products are gathered before attention.
+        return num_kv_heads
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(text, name) % num_ranks:
+            raise _refusal(f"{name} is {getattr(text, name)}, which {num_ranks} does not divide")
+    return num_kv_heads // num_ranks
+
+
+def _plan(text: Any) -> Mapping[str, str]:
+    found: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or _USUAL_PLAN
+    return found
 
 
 def _split_layers(text_model: Any, plan: Mapping[str, str], group: RankGroup) -> None:
