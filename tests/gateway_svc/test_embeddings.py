@@ -81,7 +81,7 @@ async def test_a_chat_with_a_picture_has_the_pictures_vector() -> None:
                 assert one["embedding"] == pytest.approx(expected.embedding, abs=TOLERANCE)
                 assert json.loads(answer)["usage"]["lookonce"]["image_tokens"] > 0
                 found.append(one["embedding"])
-    # How far depends on the pictures, which are others in each run.
+    # The distance depends on the pictures, which are others in each run.
     assert max(abs(a - b) for a, b in zip(*found, strict=True)) > 3 * TOLERANCE
 
 

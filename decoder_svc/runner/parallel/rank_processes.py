@@ -35,8 +35,8 @@ class RankProcesses:
 
     def __init__(self, settings: Mapping[str, Any], size: int, on_loss: Callable[[], None] = end_this_process) -> None:
         """Starts the processes with the decoder's settings. `on_loss` is called on a thread when one has ended."""
-        # The file at which the ranks meet (RankGroup). It has no name, so nothing is left of it whoever ends first. Each
-        # rank opens it anew through the file that it inherits, which has the same number there.
+        # The file at which the ranks meet (RankGroup). It has no name, so nothing is left of it whoever ends first.
+        # Each rank opens it anew through the file that it inherits, which has the same number there.
         self._file = os.memfd_create("lookonce-ranks")
         self.meeting_file = pathlib.Path(f"/proc/self/fd/{self._file}")
         self._on_loss = on_loss
