@@ -166,7 +166,11 @@ def load_core(
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
-    follower = AnswerFollower(load_vocabulary, runner.model.config.get_text_config().vocab_size)
+    follower = AnswerFollower(
+        load_vocabulary,
+        runner.model.config.get_text_config().vocab_size,
+        guesses_greedy=runner.sampler.is_immediate,
+    )
     return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from decoder_svc.constraint.constraint_checker import field_of
 from decoder_svc.constraint.current_process import CurrentProcess
 from decoder_svc.constraint.fixed_answer import FixedAnswer
-from decoder_svc.constraint.followed_answer import FollowedAnswer
+from decoder_svc.constraint.followed_answer import FollowedAnswer, followed
 from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.constraint.question import Question
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
@@ -28,10 +28,16 @@ _COMPILE_LIMITS = TimeLimits(cpu_s=10.0, wall_s=30.0)
 class AnswerFollower:
     """Follows answers (ConstraintFollower). The engine's thread asks; one other thread may call `prepare`."""
 
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary], num_logits: int) -> None:
-        """A mask has a bit for each of `num_logits` tokens. `load_vocabulary` is called before the first answer."""
+    def __init__(
+        self, load_vocabulary: Callable[[], Vocabulary], num_logits: int, *, guesses_greedy: bool = False
+    ) -> None:
+        """A mask has a bit for each of `num_logits` tokens. `load_vocabulary` is called before the first answer.
+
+        `guesses_greedy`: greedy answers are asked about their likeliest tokens. A mask is computed if none may come.
+        """
         self._current = CurrentProcess(load_vocabulary)
         self._num_logits = num_logits
+        self._guesses_greedy = guesses_greedy
         self._all = b"\xff" * (4 * -(-num_logits // 32))
         self._ids = itertools.count()
         # The question about forced tokens and masks of this step, and the last one about masks of other answers.
@@ -57,57 +63,87 @@ class AnswerFollower:
             raise InvalidParameterError(field_of(constraint), refusal)
 
     def follow(
-        self, constraint: Constraint, num_prompt_tokens: int, stop_token_ids: Collection[int]
+        self,
+        constraint: Constraint,
+        num_prompt_tokens: int,
+        stop_token_ids: Collection[int],
+        *,
+        is_greedy: bool = False,
     ) -> FollowedAnswer | FixedAnswer:
-        """Begins an answer behind a prompt. `stop_token_ids` end it."""
+        """Begins an answer behind a prompt. `stop_token_ids` end it.
+
+        `is_greedy`: the likeliest of the tokens that may come is the next one.
+        """
         if constraint.kind is ConstraintKind.FIXED_TOKENS:
             return FixedAnswer(self, constraint, num_prompt_tokens, self._num_logits)
-        answer = FollowedAnswer(self, next(self._ids), constraint, num_prompt_tokens, stop_token_ids, self._num_logits)
+        answer = FollowedAnswer(
+            self,
+            next(self._ids),
+            constraint,
+            num_prompt_tokens,
+            stop_token_ids,
+            self._num_logits,
+            is_guessed=is_greedy and self._guesses_greedy,
+        )
         weakref.finalize(answer, self._current.ended_ids.append, answer.answer_id)
         return answer
 
     def begin(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> None:
         """Begins to compute forced tokens and masks, as ConstraintFollower says."""
         self._wait()
-        self._question = Question(self._current, [one for one in answers if _fixed(one) is None], num_tokens)
+        self._question = Question(self._current, [one for one in answers if not _is_known(one)], num_tokens)
 
     def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
         """Returns the tokens that grammars leave no choice about, as ConstraintFollower says."""
-        question, asked = self._question, [one for one in answers if _fixed(one) is None]
+        question, asked = self._question, [one for one in answers if not _is_known(one)]
         if question is None or not asked or not all(map(question.is_about, asked)):
             self.begin(answers, num_tokens)
         question = self._question
         assert question is not None, "it was asked"
-        return [
-            question.forced_of(answer) if fixed is None else fixed.forced(answer, num_tokens)
-            for answer in answers
-            for fixed in [_fixed(answer)]
-        ]
+        found = []
+        for answer in answers:
+            fixed = _fixed(answer)
+            if fixed is not None:
+                found.append(fixed.forced(answer, num_tokens))
+            else:
+                found.append([] if _is_known(answer) else question.forced_of(answer))
+        return found
 
-    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
+    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes] | None]]:
         """Begins to compute masks, as ConstraintFollower says."""
         first = self._question
-        others = [one for one in answers if _fixed(one) is None and (first is None or not first.covers(one))]
+        others = [
+            one
+            for one in answers
+            if _fixed(one) is None and (first is None or not first.covers(one)) and not _is_guessed(one)
+        ]
         if others:
             if self._further is not None:
                 self._further.masks()
             self._further = Question(self._current, others, 0, before=first)
         further = self._further
 
-        def masks() -> list[list[bytes]]:
-            found: list[list[bytes]] = []
+        def masks() -> list[list[bytes] | None]:
+            found: list[list[bytes] | None] = []
             for answer in answers:
                 fixed = _fixed(answer)
                 if fixed is not None:
                     found.append(fixed.masks(answer))
                 elif first is not None and first.covers(answer):
                     found.append(self._filled(first.masks_of(answer), answer))
+                elif _is_guessed(answer):
+                    found.append(None)
                 else:
                     assert further is not None, "the answer was asked about"
                     found.append(self._filled(further.masks_of(answer), answer))
             return found
 
         return masks
+
+    def check(self, answers: Sequence[AnswerSoFar], guesses: Sequence[Sequence[int]]) -> list[int | bytes]:
+        """Returns which guesses come next, as ConstraintFollower says."""
+        self._wait()
+        return Question(self._current, answers, 0, guesses=guesses).guess_or_mask()
 
     def close(self) -> None:
         """Ends the process. Answers cannot be followed any more."""
@@ -123,6 +159,16 @@ class AnswerFollower:
     def _filled(self, masks: list[bytes] | None, answer: AnswerSoFar) -> list[bytes]:
         found = masks or []
         return [*found, *[self._all] * (1 + len(answer.draft_ids) - len(found))]
+
+
+def _is_known(answer: AnswerSoFar) -> bool:
+    """Whether the tokens that are forced next are known without a question."""
+    return _fixed(answer) is not None or followed(answer).is_free(answer)
+
+
+def _is_guessed(answer: AnswerSoFar) -> bool:
+    """Whether its likeliest tokens are found without a mask. Drafts need masks."""
+    return followed(answer).is_guessed and not answer.draft_ids
 
 
 def _fixed(answer: AnswerSoFar) -> FixedAnswer | None:

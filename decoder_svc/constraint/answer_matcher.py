@@ -35,8 +35,9 @@ class AnswerMatcher:
         stop_token_ids: Collection[int],
         vocab_size: int,
         control_token_ids: Collection[int] = (),
+        num_tokenizer_ids: int | None = None,
     ) -> None:
-        """A mask has a bit for each of `vocab_size` logits.
+        """A mask has a bit for each of `vocab_size` logits. `num_tokenizer_ids` of them are tokens; None: all.
 
         `start` returns a matcher in its first state: one that shares the automaton of other answers, or a new one if
         its argument is true. `control_token_ids` are no text; those that the matcher takes for the end of an answer are
@@ -47,6 +48,8 @@ class AnswerMatcher:
         # The answer so far; None once its matcher shares nothing.
         self._token_ids: list[int] | None = []
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._control_token_ids = frozenset(control_token_ids)
+        self._num_ids = vocab_size if num_tokenizer_ids is None else min(num_tokenizer_ids, vocab_size)
         self._num_words = -(-vocab_size // _WORD_BITS)
         self._stops = _bits(stop_token_ids, self._num_words)
         self._no_ends = ~(self._stops | _bits(control_token_ids, self._num_words))
@@ -69,6 +72,24 @@ class AnswerMatcher:
         draft on that may not follow.
         """
         return self._again_alone(token_ids, lambda new_ids: self._masks(new_ids, draft_ids))
+
+    def first_of(self, token_ids: Sequence[int], guess_ids: Sequence[int]) -> int | bytes | None:
+        """Reads an answer's next tokens, and behind them the first guess that their mask allows; returns its index.
+
+        If the mask allows none, it is returned; None after an error. To ask about one token takes 2 µs, and a mask 30
+        to 130. A token that ends the answer is not read.
+        """
+        (found,) = self._again_alone(token_ids, lambda new_ids: [self._first_of(new_ids, guess_ids)])
+        if self.error is not None:
+            return None
+        if self._token_ids is not None and isinstance(found, int) and guess_ids[found] not in self._stop_token_ids:
+            self._token_ids.append(guess_ids[found])
+        return found
+
+    @property
+    def has_forced(self) -> bool:
+        """Whether tokens are forced behind what was read."""
+        return self.error is None and bool(self._matcher.compute_ff_tokens())
 
     def _again_alone(self, token_ids: Sequence[int], ask: Callable[[Sequence[int]], list[_Result]]) -> list[_Result]:
         """Returns the answer to a question, of a new matcher if this one fails.
@@ -110,6 +131,31 @@ class AnswerMatcher:
             self.error = _TOO_COMPLEX
         self._spend(began_s)
         return [] if self.error is not None else [words.tobytes() for words in found]
+
+    def _first_of(self, token_ids: Sequence[int], guess_ids: Sequence[int]) -> int | bytes:
+        if not self._has_read(token_ids):
+            return b""
+        began_s = time.thread_time()
+        # Where tokens are forced, a mask allows fewer than what the grammar can read: only the tokenizer's split.
+        if not self._matcher.compute_ff_tokens():
+            for index, guess_id in enumerate(guess_ids):
+                if self._reads(guess_id):
+                    self._left_s = min(_FREE_S, self._left_s + _S_PER_MASK)
+                    self._spend(began_s)
+                    return index
+        self._spend(began_s)
+        return self._mask().tobytes()
+
+    def _reads(self, token_id: int) -> bool:
+        """Reads a token if the mask would allow it. Returns whether it would."""
+        if token_id in self._stop_token_ids:
+            return self._matcher.is_accepting()
+        if token_id in self._control_token_ids or token_id >= self._num_ids:
+            return False
+        is_read = self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.is_error():
+            self.error = _TOO_COMPLEX
+        return is_read
 
     def _has_read(self, token_ids: Sequence[int]) -> bool:
         if self.error is None and token_ids and not self._matcher.consume_tokens(list(token_ids)):

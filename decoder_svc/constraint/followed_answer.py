@@ -22,10 +22,14 @@ class FollowedAnswer:
         num_prompt_tokens: int,
         stop_token_ids: Collection[int],
         num_logits: int,
+        *,
+        is_guessed: bool = False,
     ) -> None:
+        """`is_guessed`: its likeliest tokens are found without a mask, which is asked for if none of them may come."""
         self.follower = follower
         self.answer_id = answer_id
         self.constraint = constraint
+        self.is_guessed = is_guessed
         self.error: LookonceError | None = None
         # Whether it was asked about when a process ended that nobody had killed.
         self.is_suspect = False
@@ -34,6 +38,8 @@ class FollowedAnswer:
         # The process that knows the answer, and the number of tokens of prompt and answer that it has read.
         self._process: ConstraintProcess | None = None
         self._num_read = num_prompt_tokens
+        # The number of tokens behind which none is known to be forced.
+        self._free_at = 0
 
     def step(self, process: ConstraintProcess, answer: AnswerSoFar) -> Step:
         """Returns what the process does not know yet of this answer."""
@@ -43,7 +49,17 @@ class FollowedAnswer:
             self._process, self._num_read = process, self._num_prompt_tokens
         new_ids = [int(token_id) for token_id in answer.token_ids[self._num_read :]]
         self._num_read += len(new_ids)
-        return Step(self.answer_id, opening, new_ids, [int(token_id) for token_id in answer.draft_ids])
+        draft_ids = [int(token_id) for token_id in answer.draft_ids]
+        return Step(self.answer_id, opening, new_ids, draft_ids, wants_mask=not self.is_guessed)
+
+    def note_read(self, *, is_forced: bool) -> None:
+        """Notes that the process has read a token that comes next. `is_forced`: tokens behind it are forced."""
+        self._num_read += 1
+        self._free_at = 0 if is_forced else self._num_read
+
+    def is_free(self, answer: AnswerSoFar) -> bool:
+        """Whether it is known that no token is forced behind this answer."""
+        return self._free_at == len(answer.token_ids)
 
     def fail(self, reason: str) -> None:
         """Sets the error by which the request must end."""

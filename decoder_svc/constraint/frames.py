@@ -5,7 +5,8 @@ it ends, whatever it is doing.
 
     Vocabulary -> Checked, with the reason if the vocabulary cannot be used
     Check -> Checked
-    Follow -> one Forced per answer if forced tokens are asked for, then one Followed per answer without an error
+    Follow -> one Forced per answer if forced tokens are asked for, then one Followed per answer without an error; after
+        forced tokens were asked for, only answers that have some, or that want a mask in any case, have one
 
 Many answers are in the same state of their grammars, and return to it. So the process numbers the masks that it sends,
 and a mask that was sent before is its number.
@@ -73,6 +74,10 @@ class Step(msgspec.Struct, array_like=True):
     # Tokens since the last step.
     token_ids: list[int]
     draft_ids: list[int]
+    # The first of these that may come next is read, and no mask is wanted then. Empty: masks are wanted.
+    guess_ids: list[int] = []
+    # Whether a mask is wanted where no token is forced.
+    wants_mask: bool = True
 
 
 class Follow(msgspec.Struct, array_like=True):
@@ -100,10 +105,13 @@ class Followed(msgspec.Struct, array_like=True):
 
     # The reason why no further token can be found, or None.
     error: str | None
-    # The numbers of the masks: one behind the tokens, and one behind each draft.
+    # The numbers of the masks: one behind the tokens, and one behind each draft. None of them: a guess was read.
     masks: list[int]
     # Masks that have these numbers from now on.
     new_masks: dict[int, bytes]
+    # The index of the guess that was read, and whether tokens are forced behind it.
+    guess: int = 0
+    is_forced: bool = True
 
 
 def encoded(frame: msgspec.Struct) -> bytes:

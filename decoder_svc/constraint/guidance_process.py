@@ -54,7 +54,7 @@ class AnswerMatchers:
             outbox.flush()
 
     def _forced(self, follow: Follow, outbox: _Outbox) -> list[Step]:
-        """Sends forced tokens, and returns the steps of answers without an error, with these tokens as their drafts."""
+        """Sends forced tokens, and returns the steps whose masks are wanted, with these tokens as their drafts."""
         steps, num_left = [], follow.num_forced
         for step in follow.steps:
             try:
@@ -66,7 +66,7 @@ class AnswerMatchers:
                 token_ids, error = [], str(refusal)
             outbox.add(Forced(error, token_ids))
             num_left -= len(token_ids)
-            if error is None:
+            if error is None and (token_ids or step.wants_mask):
                 steps.append(Step(step.answer_id, None, [], token_ids))
         outbox.flush()
         return steps
@@ -74,7 +74,13 @@ class AnswerMatchers:
     def _followed(self, step: Step, numbers: MaskNumbers) -> Followed:
         try:
             answer = self._opened(step)
-            masks = answer.masks(step.token_ids, step.draft_ids)
+            if step.guess_ids:
+                found = answer.first_of(step.token_ids, step.guess_ids)
+                if isinstance(found, int):
+                    return Followed(answer.error, [], {}, found, answer.has_forced)
+                masks = [] if found is None else [found]
+            else:
+                masks = answer.masks(step.token_ids, step.draft_ids)
         except RefusedConstraintError as error:
             return Followed(str(error), [], {})
         new_masks: dict[int, bytes] = {}
@@ -89,7 +95,10 @@ class AnswerMatchers:
         constraint = Constraint(ConstraintKind(opening.kind), opening.text)
         forbidden_ids = self._grammars.control_token_ids - named_control_ids(constraint)
         start = functools.partial(self._grammars.matcher, constraint)
-        self._matchers[answer_id] = AnswerMatcher(start, opening.stop_token_ids, opening.num_logits, forbidden_ids)
+        num_ids = self._grammars.tokenizer.vocab_size
+        self._matchers[answer_id] = AnswerMatcher(
+            start, opening.stop_token_ids, opening.num_logits, forbidden_ids, num_ids
+        )
 
 
 class _Outbox:

@@ -46,6 +46,7 @@ class Question:
         answers: Sequence[AnswerSoFar],
         num_forced: int,
         before: Question | None = None,
+        guesses: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Sends it.
 
@@ -53,12 +54,16 @@ class Question:
             num_forced: Most forced tokens of all answers together. They take the place of the answers' drafts. 0: masks
                 behind the drafts are wanted.
             before: A question whose outcomes come first.
+            guesses: Tokens of each answer. The first that may come next is taken, and then it has no mask.
         """
         self._current = current
         self._answers = answers
         self._num_forced = num_forced
         self._before = before
-        # The masks of each answer; None: the answer has an error.
+        self._guesses = guesses
+        # The index of the guess that each answer takes.
+        self._taken = [0] * len(answers)
+        # The masks of each answer; None: the answer has an error, or needs none.
         self._masks: list[list[bytes] | None] = [None] * len(answers)
         # The drafts of each answer; None: they are still to be found.
         self._drafts: list[Sequence[int]] | None = None if num_forced else [answer.draft_ids for answer in answers]
@@ -96,8 +101,10 @@ class Question:
                 continue
             index = waiting.popleft()
             found[index] = outcome.token_ids
+            answer = followed(self._answers[index])
             if outcome.error is not None:
-                followed(self._answers[index]).fail(outcome.error)
+                answer.fail(outcome.error)
+            if outcome.error is not None or (answer.is_guessed and not outcome.token_ids):
                 self._open.remove(index)
         if self._drafts is None:
             self._drafts = [found.get(index, ()) for index in range(len(self._answers))]
@@ -119,6 +126,9 @@ class Question:
             self._masks[index] = self._process.masks(outcome)
             if outcome.error is not None:
                 followed(self._answers[index]).fail(outcome.error)
+            elif self._guesses is not None and not outcome.masks:
+                self._taken[index] = outcome.guess
+                followed(self._answers[index]).note_read(is_forced=outcome.is_forced)
         return self._masks
 
     def masks_of(self, answer: AnswerSoFar) -> list[bytes] | None:
@@ -126,12 +136,20 @@ class Question:
         found = self.masks()[self._indices[id(answer.constraint)]]
         return found if found is None else found[: 1 + len(answer.draft_ids)]
 
+    def guess_or_mask(self) -> list[int | bytes]:
+        """Waits for each answer's index of the guess that is taken, 0 with an error, or for the mask against all."""
+        found = self.masks()
+        return [masks[0] if masks else taken for masks, taken in zip(found, self._taken, strict=True)]
+
     def covers(self, answer: AnswerSoFar) -> bool:
         """Whether masks behind this answer and behind each of its drafts are among the outcomes."""
+        if not self.is_about(answer):
+            return False
         num_drafts = len(answer.draft_ids)
-        return self.is_about(answer) and (
-            num_drafts == 0 or tuple(self.forced_of(answer)[:num_drafts]) == tuple(answer.draft_ids)
-        )
+        if num_drafts == 0 and not followed(answer).is_guessed:
+            return True
+        forced_ids = self.forced_of(answer)
+        return bool(forced_ids) and tuple(forced_ids[:num_drafts]) == tuple(answer.draft_ids)
 
     def _send(self) -> None:
         """Sends what is open to a process. If that fails, so does the wait for the outcomes."""
@@ -163,6 +181,8 @@ class Question:
             step = followed(self._answers[index]).step(process, self._answers[index])
             if self._drafts is not None:
                 step.draft_ids = [int(token_id) for token_id in self._drafts[index]]
+            if self._guesses is not None:
+                step.guess_ids = list(self._guesses[index])
             steps.append(step)
         num_forced = self._num_forced if self._drafts is None else 0
         return encoded(Follow(steps, self._current.take_ended_ids(), num_forced, self._is_careful()))

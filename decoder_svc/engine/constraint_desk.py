@@ -37,7 +37,12 @@ class ConstraintDesk:
         outcome: TokenConstraint | LookonceError
         try:
             self._follower.prepare(constraint)
-            outcome = self._follower.follow(constraint, request.num_prompt_tokens, request.params.stop_token_ids)
+            outcome = self._follower.follow(
+                constraint,
+                request.num_prompt_tokens,
+                request.params.stop_token_ids,
+                is_greedy=request.params.is_greedy,
+            )
         except LookonceError as error:
             outcome = error
         except Exception:

@@ -38,12 +38,13 @@ from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
-from decoder_svc.runner.pending_step import PendingStep, begin_masks, sample_rows
+from decoder_svc.runner.pending_step import PendingStep
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
 from decoder_svc.runner.recurrent.delta_net import DeltaStep, RecurrentLayers, recurrent_layers
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.runner_config import RunnerConfig
+from decoder_svc.runner.sampling.constrained_sample import begin_masks, launch_sample
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.token_feed import TokenFeed
@@ -407,7 +408,7 @@ class ModelRunnerBase(ABC):
                 if describes_prompts:
                     note_prompt_logprobs(hidden, chunks, self.batch, self.language.logits_of)
         if rows:
-            sample = self.sampler.launch(logits, sample_rows(rows, masks()), likeliest)
+            sample = launch_sample(self.sampler, logits, rows, masks(), likeliest)
             step.add(sample, flat.sampled_ids, rows, embeddings)
 
     def _update_states(self, output: SchedulerOutput) -> None:

@@ -1,54 +1,18 @@
-"""The samples of a step: their parameters and masks, and the tokens once the device has computed them."""
+"""The samples of a step, and the tokens once the device has computed them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import RequestRow
-from decoder_svc.runner.sampling.sample_row import SampleRow
 from decoder_svc.runner.sampling.sampler import PendingSample
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
-from decoder_svc.scheduling.sampling_params import AnswerSoFar
 from decoder_svc.scheduling.scheduler_output import SampledToken
-
-# One mask per token that a row samples; None: any token.
-RowMasks = list[bytes] | None
-
-
-def begin_masks(rows: Sequence[RequestRow]) -> Callable[[], list[RowMasks]]:
-    """Begins to compute the masks of these rows, drafts included, and returns a function that waits for them."""
-    answers = [AnswerSoFar(row.constraint, row.token_ids, row.draft_ids) for row in rows if row.constraint is not None]
-    if not answers:
-        return lambda: [None] * len(rows)
-    finish = answers[0].constraint.follower.begin_masks(answers)
-
-    def masks() -> list[RowMasks]:
-        found = iter(finish())
-        return [None if row.constraint is None else next(found) for row in rows]
-
-    return masks
-
-
-def sample_rows(rows: Sequence[RequestRow], masks: Sequence[RowMasks]) -> list[SampleRow]:
-    """Returns the sampling parameters, preceding tokens and allowed tokens for each row of logits."""
-    return [
-        SampleRow(
-            row.params,
-            ids,
-            row.num_prompt_tokens,
-            row.sampling,
-            num_drafts,
-            None if of_row is None else of_row[num_drafts],
-            is_known=row.unknown_place is None,
-        )
-        for row, of_row in zip(rows, masks, strict=True)
-        for num_drafts, ids in enumerate(row.contexts())
-    ]
 
 
 # The class is not frozen: each step makes one object for each request, and a frozen one takes several times as long.
@@ -123,7 +87,8 @@ class PendingStep:
 
 
 def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[SampledToken]:
-    token_ids, logprobs, repeated = sample.result()
+    sampled = sample.result()
+    token_ids, logprobs = sampled.token_ids, sampled.logprobs
     tokens: list[SampledToken] = []
     stop = 0
     for each in pending:
@@ -141,7 +106,7 @@ def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[Sam
             ]
         elif each.num_corrections == row.num_corrections:
             is_corrected = False
-            if first in repeated:
+            if first in sampled.repeated:
                 is_corrected = row.correct(each.index, token_ids[first])
             else:
                 row.learn(each.index, token_ids[first])

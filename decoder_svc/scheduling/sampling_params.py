@@ -126,7 +126,7 @@ class ConstraintFollower(Protocol):
         They are split as the tokenizer splits them. The same text may have other tokens, which the model may prefer.
         """
 
-    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
+    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes] | None]]:
         """Begins to compute masks, and returns a function that waits for them. No other question may come before.
 
         If `begin` or `forced` was asked about the same answers, their masks are being computed since.
@@ -134,4 +134,13 @@ class ConstraintFollower(Protocol):
         For each answer they are the tokens that may follow `token_ids`, and then each of the drafts. A mask has one bit
         per token of the vocabulary, the lowest bit of the first byte first, and fills whole words of four bytes. Behind
         a draft that may not follow, and after an error, every token is in the mask: nothing there is used.
+
+        None instead of masks: the likeliest tokens are found without one, and then `check` is asked about them.
+        """
+
+    def check(self, answers: Sequence[AnswerSoFar], guesses: Sequence[Sequence[int]]) -> list[int | bytes]:
+        """Returns the index of the first guess with which each answer may go on, and waits for that.
+
+        This token must be appended to the answer. If there is none, the mask of the tokens that may follow is returned.
+        For an answer with an error, the index is 0.
         """

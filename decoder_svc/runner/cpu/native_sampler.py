@@ -39,6 +39,8 @@ _ROW = np.dtype(
         ("num_logprobs", "i8"),
         ("logprob_ids", "u8"),
         ("logprobs", "u8"),
+        ("num_likeliest", "i8"),
+        ("likeliest_ids", "u8"),
         ("repetition_penalty", "f4"),
         ("presence_penalty", "f4"),
         ("frequency_penalty", "f4"),
@@ -72,6 +74,8 @@ class _Table:
 class NativeSampler:
     """Samples the rows of each step on the CPU. Gives the tokens of Sampler, but where logits are equal."""
 
+    is_immediate = True
+
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         self._function = library.function("lookonce_sample")
         self._num_threads = num_threads
@@ -87,6 +91,7 @@ class NativeSampler:
         of_rows = self._table.rows.copy()
         held = [array for index in range(len(rows)) for array in _fill(of_rows[index], rows[index], self._table, index)]
         ids, numbers = _reports(of_rows)
+        likeliest_ids = _likeliest(of_rows, rows)
         chosen = torch.empty(len(rows), dtype=torch.int64)
         self._function(
             ctypes.c_void_p(logits.data_ptr()),
@@ -96,7 +101,9 @@ class NativeSampler:
             ctypes.c_void_p(chosen.data_ptr()),
             ctypes.c_int64(self._num_threads),
         )
-        sampled = SampledRows(chosen.tolist(), _listed(of_rows["num_logprobs"], ids, numbers))
+        found = [[token_id for token_id in of_row if token_id >= 0] for of_row in likeliest_ids.tolist()]
+        logprobs = _listed(of_rows["num_logprobs"], ids, numbers)
+        sampled = SampledRows(chosen.tolist(), logprobs, likeliest=found)
         # Penalties and masks need the tokens before them.
         return PendingSample(chosen, not held, lambda: sampled)
 
@@ -155,6 +162,17 @@ def _reports(of_rows: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.
     of_rows["logprob_ids"] = ids.ctypes.data + np.arange(len(of_rows)) * ids.strides[0]
     of_rows["logprobs"] = numbers.ctypes.data + np.arange(len(of_rows)) * numbers.strides[0]
     return ids, numbers
+
+
+def _likeliest(of_rows: npt.NDArray[np.void], rows: Sequence[SampleRow]) -> npt.NDArray[np.int64]:
+    """Makes room for the likeliest tokens of all rows, `[num_rows, most]`, -1 where there is none."""
+    wanted = [row.num_likeliest for row in rows]
+    if not any(wanted):
+        return np.zeros((0, 0), dtype=np.int64)
+    ids = np.full((len(rows), max(wanted)), -1, dtype=np.int64)
+    of_rows["num_likeliest"] = wanted
+    of_rows["likeliest_ids"] = ids.ctypes.data + np.arange(len(rows)) * ids.strides[0]
+    return ids
 
 
 def _listed(

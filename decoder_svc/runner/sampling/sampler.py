@@ -37,6 +37,8 @@ class SampledRows(NamedTuple):
     logprobs: list[TokenLogprobs | None]
     # Rows whose draw was repeated.
     repeated: tuple[int, ...] = ()
+    # The likeliest tokens of each row that asked for them, fewer where others are excluded; empty if no row asked.
+    likeliest: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class PendingSample:
 class TokenSampler(Protocol):
     """Samples the rows of each step."""
 
+    @property
+    def is_immediate(self) -> bool:
+        """Whether the tokens are known when `launch` returns. Only then may rows ask for their likeliest tokens."""
+        ...
+
     def launch(self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None) -> PendingSample:
         """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
@@ -70,6 +77,8 @@ def _fetched(values: Tensor) -> Callable[[], Tensor]:
 
 class Sampler:
     """Samples the rows of each step; keeps the parameters of the last batch on the device."""
+
+    is_immediate = False
 
     def __init__(
         self,
@@ -94,8 +103,8 @@ class Sampler:
         `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already.
         Log probabilities are those of the raw logits. Everything is computed on the logits' device.
         """
-        token_ids, logprobs, _ = self.launch(logits, rows, likeliest).result()
-        return token_ids, logprobs
+        sampled = self.launch(logits, rows, likeliest).result()
+        return sampled.token_ids, sampled.logprobs
 
     def launch(self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None) -> PendingSample:
         """Does what `sample` does without waiting for the device.

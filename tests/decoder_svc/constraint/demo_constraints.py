@@ -11,7 +11,7 @@ from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
 from decoder_svc.constraint.frames import Vocabulary
 from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.engine.constraint_desk import ConstraintDesk
-from decoder_svc.scheduling.sampling_params import Constraint
+from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint
 from tests.conftest import DEMO_MODEL
 
 DEMO_VOCAB = 600
@@ -33,6 +33,12 @@ def demo_constraints() -> ConstraintDesk:
     return ConstraintDesk(AnswerFollower(demo_vocabulary, DEMO_VOCAB))
 
 
+def masks_of(follower: AnswerFollower, answers: list[AnswerSoFar]) -> list[list[bytes]]:
+    """Waits for the masks of answers that are not asked about guesses."""
+    found = follower.begin_masks(answers)()
+    return [masks for masks in found if masks is not None]
+
+
 class WholeAnswer:
     """An AnswerMatcher that is asked with prompt and answer, as an engine asks its follower."""
 
@@ -46,7 +52,9 @@ class WholeAnswer:
     ) -> None:
         self.constraint = constraint
         start = functools.partial(grammars.matcher, constraint)
-        self._matcher = AnswerMatcher(start, stops, num_logits, grammars.control_token_ids)
+        num_ids = grammars.tokenizer.vocab_size
+        self._matcher = AnswerMatcher(start, stops, num_logits, grammars.control_token_ids, num_ids)
+        self._stops = stops
         self._num_read = num_prompt_tokens
 
     @property
@@ -58,6 +66,12 @@ class WholeAnswer:
 
     def masks(self, ids: Sequence[int], draft_ids: Sequence[int]) -> list[bytes]:
         return self._matcher.masks(self._new(ids), draft_ids)
+
+    def first_of(self, ids: Sequence[int], guess_ids: Sequence[int]) -> int | bytes | None:
+        """The guess that is read must be appended to the answer."""
+        found = self._matcher.first_of(self._new(ids), guess_ids)
+        self._num_read += isinstance(found, int) and guess_ids[found] not in self._stops
+        return found
 
     def _new(self, ids: Sequence[int]) -> list[int]:
         new = list(ids[self._num_read :])

@@ -24,7 +24,7 @@ import numpy as np
 
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
-from tests.decoder_svc.constraint.demo_constraints import END, PROMPT, WholeAnswer, demo_grammars
+from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, END, PROMPT, WholeAnswer, demo_grammars
 
 _LONGEST_WALK = 250
 _ATOMS = (
@@ -288,7 +288,8 @@ def _takes(rules: dict[str, Node], text: str) -> bool:
 def check(grammars: Grammars, case: Case, rng: random.Random) -> str:
     """Returns how one walk ended. Raises AssertionError for an answer that does not conform.
 
-    Also for a constraint that is served although a part of it is not supported.
+    Also for a constraint that is served although a part of it is not supported, and for a guess that is not taken as
+    the mask says.
     """
     try:
         state = WholeAnswer(grammars, case.constraint)
@@ -296,19 +297,45 @@ def check(grammars: Grammars, case: Case, rng: random.Random) -> str:
         is_named = case.unknown is not None and case.unknown in str(error)
         return "refused by name" if is_named else f"refused: {error}"
     assert case.unknown is None, f"served, although {case.unknown} is not supported: {case.constraint}"
+    guessing = WholeAnswer(grammars, case.constraint)
     ids = list(PROMPT)
     for _ in range(_LONGEST_WALK):
+        is_forced = bool(state.forced(ids, 1))
         masks = state.masks(ids, [])
         if state.error is not None:
             return f"ended: {state.error}"
         (mask,) = masks
         choices = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")).tolist()
-        if END in choices and (len(choices) == 1 or rng.random() < 0.5):
+        ends = END in choices and (len(choices) == 1 or rng.random() < 0.5)
+        next_id = END if ends else rng.choice([token_id for token_id in choices if token_id != END])
+        check_guesses(guessing, ids, mask, next_id, is_forced=is_forced, seed=rng.random())
+        if ends:
             text = grammars.tokenizer.decode_bytes(ids[len(PROMPT) :]).decode()
             assert case.conforms(text), (case.constraint, text)
             return "conforms"
-        ids.append(rng.choice([token_id for token_id in choices if token_id != END]))
+        ids.append(next_id)
     return "cut"
+
+
+def check_guesses(
+    answer: WholeAnswer, ids: list[int], mask: bytes, next_id: int, *, is_forced: bool, seed: float
+) -> None:
+    """Asks about random tokens that may not come, among them some that are none, and perhaps about the next one."""
+    rng = random.Random(seed)
+    others = [*rng.sample(range(DEMO_VOCAB), 4), DEMO_VOCAB, DEMO_VOCAB + 7]
+    guess_ids = [token_id for token_id in others if not mask_has(mask, token_id)]
+    if rng.random() < 0.7:
+        guess_ids.insert(rng.randrange(len(guess_ids) + 1), next_id)
+    found = answer.first_of(ids, guess_ids)
+    if is_forced or next_id not in guess_ids:
+        assert found == mask, "a guess was read that the mask does not allow"
+    else:
+        assert found == guess_ids.index(next_id), "a guess was not read that the mask allows"
+
+
+def mask_has(mask: bytes, token_id: int) -> bool:
+    """Whether a token is in a mask."""
+    return token_id < 8 * len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 KINDS = {"schemas": random_schema, "regexes": random_regex, "grammars": random_grammar}

@@ -31,6 +31,7 @@ from tests.decoder_svc.constraint.demo_constraints import (
     WholeAnswer,
     demo_grammars,
     demo_vocabulary,
+    masks_of,
 )
 from tests.decoder_svc.constraint.test_constraint_checker import chain
 
@@ -51,7 +52,7 @@ NUM_FORCED = 12
 
 @pytest.fixture
 def follower() -> Iterator[AnswerFollower]:
-    follower = AnswerFollower(demo_vocabulary, DEMO_VOCAB)
+    follower = AnswerFollower(demo_vocabulary, DEMO_VOCAB, guesses_greedy=True)
     yield follower
     follower.close()
 
@@ -61,9 +62,9 @@ def grammars() -> Grammars:
     return demo_grammars()
 
 
-def begun(follower: AnswerFollower, constraint: Constraint) -> FollowedAnswer:
+def begun(follower: AnswerFollower, constraint: Constraint, *, is_greedy: bool = False) -> FollowedAnswer:
     follower.prepare(constraint)
-    answer = follower.follow(constraint, len(PROMPT), (END,))
+    answer = follower.follow(constraint, len(PROMPT), (END,), is_greedy=is_greedy)
     assert isinstance(answer, FollowedAnswer)
     return answer
 
@@ -79,21 +80,48 @@ def allowed(mask: bytes) -> list[int]:
 
 
 class Walk:
-    """A random answer that two sides follow."""
+    """A random answer that two sides follow. A greedy one is asked about guesses."""
 
-    def __init__(self, follower: AnswerFollower, grammars: Grammars, constraint: Constraint) -> None:
-        self.followed = begun(follower, constraint)
+    def __init__(
+        self, follower: AnswerFollower, grammars: Grammars, constraint: Constraint, *, is_greedy: bool = False
+    ) -> None:
+        self.followed = begun(follower, constraint, is_greedy=is_greedy)
+        self.is_greedy = is_greedy
         self.alone = WholeAnswer(grammars, constraint)
         self.ids = list(PROMPT)
         self.has_ended = False
+        # What is expected of the guesses.
+        self.expected: int | bytes = 0
 
     def so_far(self, draft_ids: tuple[int, ...] = ()) -> AnswerSoFar:
         return AnswerSoFar(self.followed, self.ids, draft_ids)
 
     def go_on(self, mask: bytes, rng: random.Random) -> None:
-        token_id = rng.choice(allowed(mask))
+        self.append(rng.choice(allowed(mask)))
+
+    def append(self, token_id: int) -> None:
         self.has_ended = token_id == END
         self.ids.append(token_id)
+
+
+def check_guesses(follower: AnswerFollower, walks: list[Walk], rng: random.Random) -> None:
+    """Asks about guesses, and goes on with those that may come."""
+    guesses, masks = [], []
+    for walk in walks:
+        is_forced = bool(walk.alone.forced(walk.ids, 1))
+        (mask,) = walk.alone.masks(walk.ids, [])
+        masks.append(mask)
+        some = [*rng.sample(range(DEMO_VOCAB), 3), *rng.sample(allowed(mask), min(2, len(allowed(mask))))]
+        guesses.append(rng.sample(some, rng.randint(1, len(some))))
+        expected = [index for index, token_id in enumerate(guesses[-1]) if token_id in allowed(mask)]
+        walk.expected = mask if is_forced or not expected else expected[0]
+    found = follower.check([walk.so_far() for walk in walks], guesses)
+    for walk, of_walk, mask, guess_or_mask in zip(walks, guesses, masks, found, strict=True):
+        assert guess_or_mask == walk.expected
+        if isinstance(guess_or_mask, int):
+            walk.append(of_walk[guess_or_mask])
+        else:
+            walk.go_on(mask, rng)
 
 
 def forced_alone(walks: list[Walk]) -> list[list[int]]:
@@ -116,8 +144,8 @@ def test_masks_and_forced_tokens_are_those_of_a_matcher_here_though_processes_ar
     follower: AnswerFollower, grammars: Grammars, seed: int
 ) -> None:
     rng = random.Random(seed)
-    walks = [Walk(follower, grammars, rng.choice(CONSTRAINTS)) for _ in range(12)]
-    num_kills = num_asked = 0
+    walks = [Walk(follower, grammars, rng.choice(CONSTRAINTS), is_greedy=number % 2 == 0) for number in range(12)]
+    num_kills = num_asked = num_guessed = 0
     for _ in range(25):
         live = [walk for walk in walks if not walk.has_ended and rng.random() < 0.8]
         if rng.random() < 0.3:
@@ -145,30 +173,43 @@ def test_masks_and_forced_tokens_are_those_of_a_matcher_here_though_processes_ar
             if rng.random() < 0.3 and follower._current._process is not None:
                 os.kill(pid_of(follower), signal.SIGKILL)
                 num_kills += 1
+            guessed = []
             for walk, answer, masks in zip(part, so_far, finish(), strict=True):
+                num_asked += 1
+                if masks is None:
+                    assert walk.is_greedy
+                    assert not answer.draft_ids
+                    guessed.append(walk)
+                    continue
                 expected = walk.alone.masks(walk.ids, answer.draft_ids)
                 assert len(masks) == 1 + len(answer.draft_ids)
                 assert masks[: len(expected)] == expected
                 assert all(mask == b"\xff" * len(mask) for mask in masks[len(expected) :])
                 walk.go_on(masks[0], rng)
-                num_asked += 1
+            if guessed:
+                num_guessed += len(guessed)
+                if rng.random() < 0.2 and follower._current._process is not None:
+                    os.kill(pid_of(follower), signal.SIGKILL)
+                    num_kills += 1
+                check_guesses(follower, guessed, rng)
     assert num_kills > 3
     assert num_asked > 40
+    assert num_guessed > 15
     assert all(walk.followed.error is None for walk in walks)
 
 
 def test_a_question_that_nobody_waited_for_does_not_answer_the_next_one(follower: AnswerFollower) -> None:
     digits, choice = begun(follower, DIGITS), begun(follower, CONSTRAINTS[3])
     follower.begin_masks([AnswerSoFar(digits, PROMPT)])
-    (masks,) = follower.begin_masks([AnswerSoFar(choice, PROMPT)])()
-    ((again,),) = follower.begin_masks([AnswerSoFar(choice, PROMPT)])()
+    (masks,) = masks_of(follower, [AnswerSoFar(choice, PROMPT)])
+    ((again,),) = masks_of(follower, [AnswerSoFar(choice, PROMPT)])
     assert masks == [again]
-    ((other,),) = follower.begin_masks([AnswerSoFar(digits, PROMPT)])()
+    ((other,),) = masks_of(follower, [AnswerSoFar(digits, PROMPT)])
     assert other != again
     expected = follower.forced([AnswerSoFar(digits, PROMPT)], 4)
     follower.forced([AnswerSoFar(choice, PROMPT)], 4)
     assert follower.forced([AnswerSoFar(digits, PROMPT)], 4) == expected
-    ((once_more,),) = follower.begin_masks([AnswerSoFar(choice, PROMPT)])()
+    ((once_more,),) = masks_of(follower, [AnswerSoFar(choice, PROMPT)])
     assert once_more == again
 
 
@@ -179,7 +220,7 @@ def test_the_answer_that_ends_processes_ends_and_no_other_one(
     good, bad, other = begun(follower, DIGITS), begun(follower, chain(3500)), begun(follower, CONSTRAINTS[3])
     asked = [AnswerSoFar(answer, PROMPT) for answer in (good, bad, other)]
     for _ in range(3):
-        masks = follower.begin_masks(asked)()
+        masks = masks_of(follower, asked)
         assert isinstance(bad.error, InvalidParameterError)
         assert bad.error.field == "sampling.json_schema"
         assert "the answer cannot go on" in bad.error.message
@@ -245,7 +286,7 @@ def test_a_closed_follower_has_no_process_and_gives_errors(follower: AnswerFollo
 def test_a_constraint_is_compiled_while_others_are_followed(follower: AnswerFollower) -> None:
     """One thread compiles, and one asks: each gets its own outcomes."""
     answer = begun(follower, DIGITS)
-    (expected,) = follower.begin_masks([AnswerSoFar(answer, PROMPT)])()
+    (expected,) = masks_of(follower, [AnswerSoFar(answer, PROMPT)])
     stop = threading.Event()
 
     def compile_many() -> None:
@@ -275,7 +316,7 @@ def test_answers_get_their_own_masks_when_they_differ_in_every_step(follower: An
             if length < len(ids)
         ]
         follower.forced([AnswerSoFar(one.constraint, one.token_ids) for one in so_far], NUM_FORCED)
-        for one, masks in zip(so_far, follower.begin_masks(so_far)(), strict=True):
+        for one, masks in zip(so_far, masks_of(follower, so_far), strict=True):
             for token_id, mask in zip(one.draft_ids, masks, strict=False):
                 assert token_id in allowed(mask)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.fixed_answer import FixedAnswer, fixed_tokens
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
-from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, PROMPT, demo_vocabulary
+from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, PROMPT, demo_vocabulary, masks_of
 from tests.decoder_svc.constraint.test_answer_matcher import allowed
 
 TOKENS = [7, 31, 32, 599, 0]
@@ -26,7 +26,7 @@ def test_each_place_has_its_token() -> None:
         so_far = AnswerSoFar(answer, [*PROMPT, *TOKENS[:count]])
         assert follower.forced([so_far], 3) == [TOKENS[count : count + 3]]
         drafts = TOKENS[count : count + 3]
-        (masks,) = follower.begin_masks([AnswerSoFar(answer, so_far.token_ids, drafts)])()
+        (masks,) = masks_of(follower, [AnswerSoFar(answer, so_far.token_ids, drafts)])
         assert [allowed(mask) for mask in masks[: len(drafts)]] == [[token_id] for token_id in drafts]
         assert len(masks) == 1 + len(drafts)
         assert answer.error is None
@@ -37,7 +37,7 @@ def test_any_token_comes_behind() -> None:
     answer = fixed(follower, TOKENS)
     end = AnswerSoFar(answer, [*PROMPT, *TOKENS, 5])
     assert follower.forced([end], 3) == [[]]
-    ((mask,),) = follower.begin_masks([end])()
+    ((mask,),) = masks_of(follower, [end])
     assert set(range(DEMO_VOCAB)) <= set(allowed(mask))
 
 
@@ -54,7 +54,7 @@ def test_grammars_and_given_tokens_in_one_step() -> None:
         first, second, third = follower.forced(answers, 8)
         assert (first, third) == ([9], [10])
         assert second
-        masks = follower.begin_masks(answers)()
+        masks = masks_of(follower, answers)
         assert allowed(masks[0][0]) == [9]
         assert allowed(masks[2][0]) == [10]
         assert second[0] in allowed(masks[1][0])

@@ -20,7 +20,7 @@ from decoder_svc.constraint.frames import Step
 from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
 from decoder_svc.constraint.question import Question
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
-from tests.decoder_svc.constraint import test_answer_follower
+from tests.decoder_svc.constraint import random_constraints, test_answer_follower
 from tests.decoder_svc.constraint.demo_constraints import (
     DEMO_VOCAB,
     END,
@@ -72,8 +72,8 @@ def an_answer_never_ends(patch: Patch) -> None:
 def the_tokenizers_own_end_is_allowed(patch: Patch) -> None:
     original = AnswerMatcher.__init__
 
-    def init(self: AnswerMatcher, matcher: Any, stops: Any, num_logits: int, ends: Any = ()) -> None:
-        original(self, matcher, stops, num_logits)
+    def init(self: AnswerMatcher, matcher: Any, stops: Any, num_logits: int, ends: Any, num_ids: int) -> None:
+        original(self, matcher, stops, num_logits, (), num_ids)
 
     patch.setattr(AnswerMatcher, "__init__", init)
 
@@ -184,6 +184,68 @@ def outcomes_are_given_to_answers_in_another_order(patch: Patch) -> None:
     patch.setattr(Question, "masks", lambda self: original(self)[::-1])
 
 
+@mutation
+def the_first_guess_is_always_taken(patch: Patch) -> None:
+    patch.setattr(AnswerFollower, "check", lambda self, answers, guesses: [0] * len(answers))
+
+
+@mutation
+def a_guess_that_was_read_is_sent_again(patch: Patch) -> None:
+    patch.setattr(FollowedAnswer, "note_read", lambda self, is_forced: None)
+
+
+@mutation
+def tokens_behind_a_guess_are_never_asked_about(patch: Patch) -> None:
+    original = FollowedAnswer.note_read
+    patch.setattr(FollowedAnswer, "note_read", lambda self, is_forced: original(self, is_forced=False))
+
+
+@mutation
+def a_refused_guess_gets_the_mask_of_another_answer(patch: Patch) -> None:
+    original = AnswerFollower.check
+
+    def check(self: AnswerFollower, answers: Any, guesses: Any) -> list[int | bytes]:
+        found = original(self, answers, guesses)
+        masks = [one for one in found if isinstance(one, bytes)][::-1]
+        return [masks.pop(0) if isinstance(one, bytes) else one for one in found]
+
+    patch.setattr(AnswerFollower, "check", check)
+
+
+@mutation
+def guesses_may_be_control_tokens(patch: Patch) -> None:
+    original = AnswerMatcher._reads
+
+    def reads(self: AnswerMatcher, token_id: int) -> bool:
+        return token_id in self._control_token_ids or original(self, token_id)
+
+    patch.setattr(AnswerMatcher, "_reads", reads)
+
+
+@mutation
+def a_guess_may_end_an_answer_anywhere(patch: Patch) -> None:
+    original = AnswerMatcher._reads
+
+    def reads(self: AnswerMatcher, token_id: int) -> bool:
+        return token_id in self._stop_token_ids or original(self, token_id)
+
+    patch.setattr(AnswerMatcher, "_reads", reads)
+
+
+@mutation
+def a_guess_may_split_a_forced_text_in_its_own_way(patch: Patch) -> None:
+    original = AnswerMatcher._first_of
+
+    def first_of(self: AnswerMatcher, token_ids: Any, guess_ids: Any) -> Any:
+        if self._has_read(token_ids) and self._matcher.compute_ff_tokens():
+            for index, token_id in enumerate(guess_ids):
+                if self._reads(token_id):
+                    return index
+        return original(self, (), guess_ids)
+
+    patch.setattr(AnswerMatcher, "_first_of", first_of)
+
+
 def walk_alone(grammars: Grammars, constraint: Constraint, rng: random.Random) -> str:
     """Draws an answer, partly through forced tokens, and returns its text."""
     state, ids = WholeAnswer(grammars, constraint, stops=(OWN_END,)), list(PROMPT)
@@ -210,6 +272,9 @@ def check_alone(grammars: Grammars) -> None:
     assert any("," not in text for text in texts), "none of them has ended early"
     for seed in range(20):
         jsonschema.validate(json.loads(walk_alone(grammars, OBJECT, random.Random(seed))), SCHEMA)
+    for kind in random_constraints.KINDS:
+        for case, rng in random_constraints.cases(kind, range(12)):
+            random_constraints.check(grammars, case, rng)
     matcher = grammars.matcher(OBJECT)
     quoted = '{"colour": "red", "code": "\\""}'
     ids = [token_id for byte in quoted.encode() for token_id in grammars.tokenizer.tokenize_bytes(bytes([byte]))]
@@ -220,7 +285,7 @@ def check_alone(grammars: Grammars) -> None:
 
 def noticed() -> bool:
     """Runs the checks of this process first, and then those of a follower's process."""
-    grammars, follower = demo_grammars(), AnswerFollower(demo_vocabulary, DEMO_VOCAB)
+    grammars, follower = demo_grammars(), AnswerFollower(demo_vocabulary, DEMO_VOCAB, guesses_greedy=True)
     try:
         check_alone(grammars)
         test_answer_follower.test_a_question_that_nobody_waited_for_does_not_answer_the_next_one(follower)

@@ -298,8 +298,11 @@ class Forced:
             found.append(answer.constraint._token_ids[:num_tokens])
         return found
 
-    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes]]]:
+    def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes] | None]]:
         raise AssertionError("the scheduler does not ask for masks")
+
+    def check(self, answers: Sequence[AnswerSoFar], guesses: Sequence[Sequence[int]]) -> list[int | bytes]:
+        raise AssertionError("the scheduler does not ask about guesses")
 
 
 def decoding(target: Scheduler, one: Request) -> None:

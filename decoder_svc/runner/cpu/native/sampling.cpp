@@ -39,6 +39,8 @@ struct SampledRow {
   int64_t num_logprobs;  // Alternatives whose log probabilities are reported; -1: not even the sampled token's.
   int64_t* logprob_ids;  // [1 + num_logprobs]: the sampled token, then the likeliest.
   float* logprobs;
+  int64_t num_likeliest;  // For a row without temperature.
+  int64_t* likeliest_ids;  // [num_likeliest]: filled from the front with tokens that are not excluded, in their order.
   float repetition_penalty;
   float presence_penalty;
   float frequency_penalty;
@@ -486,13 +488,54 @@ int64_t likeliest(const float* logits, int64_t vocab) {
   return found == logits + vocab ? 0 : found - logits;
 }
 
+// Writes the first tokens in their order, as far as their logits are above -inf. Returns the first one; 0: there is none.
+int64_t likeliest_of(const float* logits, int64_t vocab, int64_t* ids, int64_t wanted) {
+  static thread_local std::vector<float> tops, ordered;
+  static thread_local std::vector<Token> found;
+  const int64_t num_blocks = (vocab + kBlock - 1) / kBlock;
+  tops.resize(num_blocks);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const float* from = logits + block * kBlock;
+    const int64_t num = std::min<int64_t>(kBlock, vocab - block * kBlock);
+    // A number that is NaN is passed over.
+    Floats top = -INFINITY;
+    for (int64_t i = 0; i + kLanes <= num; i += kLanes) top = larger(load_floats(from + i), top);
+    tops[block] = largest_lane(top);
+    for (int64_t i = num / kLanes * kLanes; i < num; ++i) {
+      if (from[i] > tops[block]) tops[block] = from[i];
+    }
+  }
+  float low = -FLT_MAX;
+  if (wanted <= num_blocks) {
+    ordered.resize(num_blocks);
+    std::copy(tops.begin(), tops.end(), ordered.begin());
+    std::nth_element(ordered.begin(), ordered.begin() + wanted - 1, ordered.end(), std::greater<float>());
+    low = std::max(ordered[wanted - 1], low);
+  }
+  found.clear();
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    if (!(tops[block] >= low)) continue;
+    const int64_t stop = std::min<int64_t>(vocab, (block + 1) * kBlock);
+    for (int64_t id = block * kBlock; id < stop; ++id) {
+      if (logits[id] >= low) found.push_back({logits[id], id});
+    }
+  }
+  const int64_t count = std::min<int64_t>(wanted, found.size());
+  std::partial_sort(found.begin(), found.begin() + count, found.end());
+  for (int64_t i = 0; i < count; ++i) ids[i] = found[i].id;
+  return count == 0 ? 0 : found[0].id;
+}
+
 bool is_plain(const SampledRow& row) {
   return row.num_seen == 0 && row.num_biases == 0 && row.num_stops == 0 && row.mask == nullptr;
 }
 
 int64_t sampled(Row& memory, const float* logits, const SampledRow& row, int64_t vocab) {
   static thread_local std::vector<Token> sorted, spare;
-  if (row.temperature == 0.0 && row.num_logprobs < 0 && is_plain(row)) return likeliest(logits, vocab);
+  if (row.temperature == 0.0 && row.num_logprobs < 0 && is_plain(row)) {
+    return row.num_likeliest == 0 ? likeliest(logits, vocab)
+                                  : likeliest_of(logits, vocab, row.likeliest_ids, row.num_likeliest);
+  }
   memory.load(logits, vocab);
   double log_total = 0.0;
   if (row.num_logprobs >= 0) {
@@ -501,7 +544,9 @@ int64_t sampled(Row& memory, const float* logits, const SampledRow& row, int64_t
   }
   adjust(memory, logits, row, vocab);
   int64_t chosen;
-  if (row.temperature == 0.0 || !(std::abs(memory.largest()) < INFINITY)) {
+  if (row.num_likeliest > 0) {
+    chosen = likeliest_of(memory.values(), vocab, row.likeliest_ids, row.num_likeliest);
+  } else if (row.temperature == 0.0 || !(std::abs(memory.largest()) < INFINITY)) {
     chosen = memory.likeliest();
   } else {
     Order order(memory, row.temperature, sorted, spare);

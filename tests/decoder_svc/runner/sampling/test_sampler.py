@@ -68,8 +68,8 @@ def _sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Samples one step with a new sampler."""
-    token_ids, logprobs, _ = SAMPLERS[current]().launch(logits, rows).result()
-    return token_ids, logprobs
+    sampled = SAMPLERS[current]().launch(logits, rows).result()
+    return sampled.token_ids, sampled.logprobs
 
 
 def draw(params: SamplingParams, num_draws: int = 3000, logits: torch.Tensor = LOGITS) -> dict[int, float]:
@@ -394,3 +394,38 @@ def test_flat_rows_of_a_large_vocabulary_get_the_references_tokens(spread: float
         possible = sampling_reference.possible_tokens(row_logits, one.params, point, 1e-4)
         # Equal logits have one order here and another one there.
         assert row_logits[token_id] in {row_logits[each] for each in possible}
+
+
+@pytest.mark.parametrize("vocab", [2, 5, 63, 64, 200, 1000, 49_155])
+def test_the_likeliest_tokens_are_reported_in_their_order(vocab: int) -> None:
+    """Of equal logits the smaller id comes first; excluded tokens and NaN are not among them."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(40, vocab, generator=generator)
+    logits[10:20] = logits[10:20].round()
+    logits[20:22] = 0.5
+    logits[22:26, : vocab // 2] = -torch.inf
+    logits[26, :] = -torch.inf
+    logits[27:30][torch.rand(3, vocab, generator=generator) < 0.2] = torch.nan
+    bias = SamplingParams(logit_bias=((0, 100.0), (vocab - 1, -100.0)))
+    penalised = SamplingParams(frequency_penalty=2.0, presence_penalty=0.5)
+    rows = [
+        replace(row([SamplingParams(), bias, penalised][index % 3], output=(0,)), num_likeliest=index % 9)
+        for index in range(len(logits))
+    ]
+    sampler = SAMPLERS[current]()
+    found = sampler.launch(logits, rows).result()
+    if not sampler.is_immediate:
+        assert found.likeliest == ()
+        return
+    for index, of_row in enumerate(found.likeliest):
+        adjusted = logits[index].clone()
+        if rows[index].params is bias:
+            adjusted[0] += 100
+            adjusted[-1] -= 100
+        if rows[index].params is penalised:
+            adjusted[0] -= 2.5
+        ids = [token_id for token_id in range(vocab) if adjusted[token_id] > -torch.inf]
+        ids.sort(key=lambda token_id: (-float(adjusted[token_id]), token_id))
+        assert of_row == ids[: rows[index].num_likeliest], index
+        if of_row:
+            assert found.token_ids[index] == of_row[0]
