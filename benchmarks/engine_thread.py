@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import statistics
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -36,6 +38,8 @@ class EngineAnswer:
     first_token_s: float
     # Seconds from the first token to the last.
     decode_s: float
+    # Median of the seconds between two outputs.
+    step_s: float
 
 
 class EngineThread:
@@ -70,12 +74,18 @@ class EngineThread:
         self._loop.close()
 
     def run(
-        self, prompts: Sequence[tuple[int, ...]], num_tokens: int, constraint: Constraint | None = None
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        num_tokens: int,
+        constraint: Constraint | None = None,
+        temperature: float = 0.0,
     ) -> list[EngineAnswer]:
-        """Runs all prompts at once, greedily, under a constraint if any; each generates exactly `num_tokens` tokens."""
+        """Runs all prompts at once, under a constraint if any; each generates exactly `num_tokens` tokens."""
         self._num_sets += 1
         stop_token_ids = frozenset() if constraint is None else frozenset({2})
-        params = SamplingParams(max_tokens=num_tokens, stop_token_ids=stop_token_ids, constraint=constraint)
+        params = SamplingParams(
+            max_tokens=num_tokens, stop_token_ids=stop_token_ids, constraint=constraint, temperature=temperature
+        )
         return self._call(self._run(prompts, params))
 
     async def _start(self) -> None:
@@ -90,13 +100,16 @@ class EngineThread:
     async def _ask(self, index: int, prompt: tuple[int, ...], params: SamplingParams, started_s: float) -> EngineAnswer:
         request_id = RequestId(f"{self._num_sets}-{index}")
         stream = self._engine.submit(request_id, Prompt(prompt), params)
-        first_s, found = 0.0, 0
+        times_s: list[float] = []
+        found = 0
         async for output in stream:
-            if output.token_ids and not found:
-                first_s = time.monotonic()
+            if output.token_ids:
+                times_s.append(time.monotonic())
             found += len(output.token_ids)
         assert found == params.max_tokens, "nothing ends a request early"
-        return EngineAnswer(first_s - started_s, time.monotonic() - first_s)
+        steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
+        first_s = times_s[0]
+        return EngineAnswer(first_s - started_s, times_s[-1] - first_s, statistics.median(steps_s or [0.0]))
 
     def _call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

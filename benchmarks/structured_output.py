@@ -1,10 +1,10 @@
 """What do masks of structured output cost in a step, and what do forced tokens gain? `--help` lists the options.
 
 The engine alone decodes batches of requests, with and without a constraint in turns. The first three constraints force
-next to nothing, so their steps are as many as without one, and the ratio of their times is the cost of the masks: a
-text of some characters, JSON strings of limited length, and the same characters counted, whose masks are the dearest
-because the state of each is new. The schema is one of many small objects, as extraction from documents has them: names
-and brackets are forced.
+next to nothing, so each step gives each answer one token, and the ratio of the times of a step is the cost of the
+masks: a text of some characters, JSON strings of limited length, and the same characters counted, whose masks are the
+dearest because the state of each is new. The schema is one of many small objects, as extraction from documents has
+them: names and brackets are forced, and the ratio is that of the times of whole answers.
 
 The vocabulary of the masks is as large as that of the logits. Its tokens are the words, numbers and signs of Python's
 standard library, since a mask costs what there is in the vocabulary that a text can go on with.
@@ -42,15 +42,17 @@ CONSTRAINTS = {
     "counted text": Constraint(ConstraintKind.REGEX, "[a-zA-Z ,.]{8000,}"),
     "schema": Constraint(ConstraintKind.JSON_SCHEMA, _SCHEMA),
 }
+_OF_ANSWERS = "schema"
 _WORD = re.compile(r" ?[A-Za-z_]+| ?[0-9]{1,3}|[^A-Za-z0-9\s]+|\s+")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One constraint in batches of one size: seconds of decoding of each round."""
+    """One constraint in batches of one size: seconds of a step of each round, or of whole answers for the schema."""
 
     constraint: str
     batch: int
+    temperature: float
     without_s: list[float]
     with_s: list[float]
 
@@ -75,25 +77,29 @@ def main(given: Sequence[str] | None = None) -> None:
     flags = ["--model", str(folder), "--num-kv-blocks", str(max(arguments.batches) * 16)]
     with EngineThread(flags, Vocabulary(_tokenizer(vocab_size).to_str(), _END)) as engine:
         cells = [
-            _measured(engine, name, batch, arguments.answer_tokens, arguments.rounds)
+            _measured(engine, Cell(name, batch, temperature, [], []), arguments.answer_tokens, arguments.rounds)
+            for temperature in (0.0, 1.0)
             for name in CONSTRAINTS
-            for batch in arguments.batches
+            for batch in (arguments.batches if temperature == 0 else arguments.batches[-1:])
         ]
     figures = {"model": folder.name, "vocabulary": vocab_size, "cells": [asdict(cell) for cell in cells]}
     report.publish(_NAME, figures, section(folder.name, vocab_size, cells), is_quick=arguments.quick)
 
 
-def _measured(engine: EngineThread, name: str, batch: int, num_tokens: int, num_rounds: int) -> Cell:
+def _measured(engine: EngineThread, cell: Cell, num_tokens: int, num_rounds: int) -> Cell:
     """Takes turns, so that a busy machine hits both alike. The first round warms up and does not count."""
-    cell = Cell(name, batch, [], [])
     for number in range(num_rounds + 1):
         for is_constrained in (number % 2 == 0, number % 2 == 1):
-            prompts = [tuple(range(10, 42 + index)) for index in range(batch)]
-            answers = engine.run(prompts, num_tokens, CONSTRAINTS[name] if is_constrained else None)
-            took_s = max(answer.decode_s for answer in answers)
+            prompts = [tuple(range(10, 42 + index)) for index in range(cell.batch)]
+            constraint = CONSTRAINTS[cell.constraint] if is_constrained else None
+            answers = engine.run(prompts, num_tokens, constraint, cell.temperature)
+            if cell.constraint == _OF_ANSWERS:
+                took_s = max(answer.decode_s for answer in answers)
+            else:
+                took_s = statistics.median(answer.step_s for answer in answers)
             if number:
                 (cell.with_s if is_constrained else cell.without_s).append(took_s)
-    print(f"{name} batch {batch}: {statistics.median(cell.ratios):.3f}", flush=True)
+    print(f"{cell.constraint} batch {cell.batch}: {statistics.median(cell.ratios):.3f}", flush=True)
     return cell
 
 
@@ -103,20 +109,21 @@ def section(model: str, vocab_size: int, cells: Sequence[Cell]) -> str:
         (
             cell.constraint,
             cell.batch,
-            f"{1000 * statistics.median(cell.without_s):.0f} ms",
-            f"{1000 * statistics.median(cell.with_s):.0f} ms",
+            f"{cell.temperature:g}",
+            f"{1000 * statistics.median(cell.without_s):.3g} ms",
+            f"{1000 * statistics.median(cell.with_s):.3g} ms",
             f"{statistics.median(cell.ratios):.3f}",
             f"{min(cell.ratios):.3f} … {max(cell.ratios):.3f}",
         )
         for cell in cells
     ]
-    head = ["constraint", "batch", "answer without", "with", "with ÷ without", "least … most"]
+    head = ["constraint", "batch", "temperature", "without", "with", "with ÷ without", "least … most"]
     return (
         f"## {_NAME}\n\nWhat do masks cost in a step (the first three force next to nothing), and what do forced "
         "tokens gain (schema)?\nGoal: masks cost at most 5 % of a step at batch 32.\n\n"
         f"{report.table(head, rows)}\n\n"
-        f"Model `{model}`, greedy, a vocabulary of {vocab_size} tokens; time from the first token to the last of the "
-        f"slowest request;\n{len(cells[0].with_s)} interleaved rounds, medians."
+        f"Model `{model}`, a vocabulary of {vocab_size} tokens; median time of a step, for the schema from the first "
+        f"token to the last of the\nslowest request; {len(cells[0].with_s)} interleaved rounds, medians."
     )
 
 

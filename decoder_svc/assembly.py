@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 
@@ -70,6 +71,10 @@ _MAX_STREAM_DELAY_S = 0.15
 # Tokens that grammars leave no choice about and that one step computes as drafts, of all requests together. Each has a
 # row of logits.
 _MAX_FORCED_TOKENS = 32
+
+# Processor time of a step's masks, seconds, above which greedy answers are asked about their likeliest tokens instead.
+# Up to there, masks are computed while the engine passes tokens on, on a CPU that is idle then.
+_GUESSES_ABOVE_S = 0.0025
 
 # Fewest tokens of a context: one of a prompt and one of an answer.
 _LEAST_CONTEXT = 2
@@ -169,7 +174,7 @@ def load_core(
     follower = AnswerFollower(
         load_vocabulary,
         runner.model.config.get_text_config().vocab_size,
-        guesses_greedy=runner.sampler.is_immediate,
+        guesses_above_s=_GUESSES_ABOVE_S if runner.sampler.is_immediate else math.inf,
     )
     return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 

@@ -7,7 +7,9 @@ processes ended is the reason, and its request ends.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
@@ -21,6 +23,8 @@ from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, Cons
 from lookonce.errors import InvalidParameterError
 from lookonce.process.process_clock import ProcessClock, TimeLimits
 
+# Masks of one step that are asked about by guesses, every so many steps, to learn what they would take.
+_STEPS_PER_LOOK = 16
 # Processor time to compile a constraint for the second time.
 _COMPILE_LIMITS = TimeLimits(cpu_s=10.0, wall_s=30.0)
 
@@ -29,15 +33,19 @@ class AnswerFollower:
     """Follows answers (ConstraintFollower). The engine's thread asks; one other thread may call `prepare`."""
 
     def __init__(
-        self, load_vocabulary: Callable[[], Vocabulary], num_logits: int, *, guesses_greedy: bool = False
+        self, load_vocabulary: Callable[[], Vocabulary], num_logits: int, *, guesses_above_s: float = math.inf
     ) -> None:
         """A mask has a bit for each of `num_logits` tokens. `load_vocabulary` is called before the first answer.
 
-        `guesses_greedy`: greedy answers are asked about their likeliest tokens. A mask is computed if none may come.
+        Where the masks of a step take more processor time than `guesses_above_s`, in seconds, greedy answers are asked
+        about their likeliest tokens instead. A mask is computed if none of them may come.
         """
         self._current = CurrentProcess(load_vocabulary)
         self._num_logits = num_logits
-        self._guesses_greedy = guesses_greedy
+        self._guesses_above_s = guesses_above_s
+        # Whether greedy answers are asked about their likeliest tokens in this step, and since how many steps.
+        self._is_guessing = False
+        self._num_guessed_steps = 0
         self._all = b"\xff" * (4 * -(-num_logits // 32))
         self._ids = itertools.count()
         # The question about forced tokens and masks of this step, and the last one about masks of other answers.
@@ -83,7 +91,7 @@ class AnswerFollower:
             num_prompt_tokens,
             stop_token_ids,
             self._num_logits,
-            is_guessed=is_greedy and self._guesses_greedy,
+            is_greedy=is_greedy,
         )
         weakref.finalize(answer, self._current.ended_ids.append, answer.answer_id)
         return answer
@@ -91,54 +99,56 @@ class AnswerFollower:
     def begin(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> None:
         """Begins to compute forced tokens and masks, as ConstraintFollower says."""
         self._wait()
-        self._question = Question(self._current, [one for one in answers if not _is_known(one)], num_tokens)
+        grammars = [one for one in answers if _fixed(one) is None]
+        self._decide(grammars)
+        asked = [one for one in grammars if not (self._guesses(one) and followed(one).is_free(one))]
+        self._question = Question(self._current, asked, num_tokens, guesses_later=self._is_guessing)
 
     def forced(self, answers: Sequence[AnswerSoFar], num_tokens: int) -> list[list[int]]:
         """Returns the tokens that grammars leave no choice about, as ConstraintFollower says."""
-        question, asked = self._question, [one for one in answers if not _is_known(one)]
-        if question is None or not asked or not all(map(question.is_about, asked)):
-            self.begin(answers, num_tokens)
+        asked = [one for one in answers if _fixed(one) is None and not followed(one).is_free(one)]
         question = self._question
-        assert question is not None, "it was asked"
+        if not answers or (asked and (question is None or not all(map(question.is_about, asked)))):
+            self.begin(answers, num_tokens)
+            question = self._question
         found = []
         for answer in answers:
             fixed = _fixed(answer)
             if fixed is not None:
                 found.append(fixed.forced(answer, num_tokens))
+            elif followed(answer).is_free(answer):
+                found.append([])
             else:
-                found.append([] if _is_known(answer) else question.forced_of(answer))
+                assert question is not None, "it was asked"
+                found.append(question.forced_of(answer))
         return found
 
     def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes] | None]]:
         """Begins to compute masks, as ConstraintFollower says."""
-        first = self._question
-        others = [
-            one
-            for one in answers
-            if _fixed(one) is None and (first is None or not first.covers(one)) and not _is_guessed(one)
-        ]
+        first, further = self._question, self._further
+        others: list[AnswerSoFar] = []
+
+        def further_masks(answer: AnswerSoFar) -> list[bytes]:
+            assert further is not None, "the answer was asked about"
+            return self._masks(further, answer)
+
+        outcomes: list[Callable[[], list[bytes] | None]] = []
+        for answer in answers:
+            fixed = _fixed(answer)
+            if fixed is not None:
+                outcomes.append(functools.partial(fixed.masks, answer))
+            elif first is not None and first.covers(answer):
+                outcomes.append(functools.partial(self._masks, first, answer))
+            elif self._guesses(answer):
+                outcomes.append(lambda: None)
+            else:
+                others.append(answer)
+                outcomes.append(functools.partial(further_masks, answer))
         if others:
-            if self._further is not None:
-                self._further.masks()
-            self._further = Question(self._current, others, 0, before=first)
-        further = self._further
-
-        def masks() -> list[list[bytes] | None]:
-            found: list[list[bytes] | None] = []
-            for answer in answers:
-                fixed = _fixed(answer)
-                if fixed is not None:
-                    found.append(fixed.masks(answer))
-                elif first is not None and first.covers(answer):
-                    found.append(self._filled(first.masks_of(answer), answer))
-                elif _is_guessed(answer):
-                    found.append(None)
-                else:
-                    assert further is not None, "the answer was asked about"
-                    found.append(self._filled(further.masks_of(answer), answer))
-            return found
-
-        return masks
+            if further is not None:
+                further.masks()
+            further = self._further = Question(self._current, others, 0, before=first)
+        return lambda: [outcome() for outcome in outcomes]
 
     def check(self, answers: Sequence[AnswerSoFar], guesses: Sequence[Sequence[int]]) -> list[int | bytes]:
         """Returns which guesses come next, as ConstraintFollower says."""
@@ -156,19 +166,20 @@ class AnswerFollower:
                 question.masks()
         self._question = self._further = None
 
-    def _filled(self, masks: list[bytes] | None, answer: AnswerSoFar) -> list[bytes]:
-        found = masks or []
+    def _masks(self, question: Question, answer: AnswerSoFar) -> list[bytes]:
+        """Waits for the masks of an answer that a question covers."""
+        found = question.masks_of(answer) or []
         return [*found, *[self._all] * (1 + len(answer.draft_ids) - len(found))]
 
+    def _decide(self, answers: Sequence[AnswerSoFar]) -> None:
+        """Decides whether greedy answers are asked about guesses in this step."""
+        mask_s = sum(followed(answer).mask_s for answer in answers)
+        self._is_guessing = mask_s > self._guesses_above_s and self._num_guessed_steps < _STEPS_PER_LOOK
+        self._num_guessed_steps = self._num_guessed_steps + 1 if self._is_guessing else 0
 
-def _is_known(answer: AnswerSoFar) -> bool:
-    """Whether the tokens that are forced next are known without a question."""
-    return _fixed(answer) is not None or followed(answer).is_free(answer)
-
-
-def _is_guessed(answer: AnswerSoFar) -> bool:
-    """Whether its likeliest tokens are found without a mask. Drafts need masks."""
-    return followed(answer).is_guessed and not answer.draft_ids
+    def _guesses(self, answer: AnswerSoFar) -> bool:
+        """Whether an answer is asked about its likeliest tokens. Drafts need masks."""
+        return self._is_guessing and followed(answer).is_greedy and not answer.draft_ids
 
 
 def _fixed(answer: AnswerSoFar) -> FixedAnswer | None:

@@ -57,6 +57,8 @@ class AnswerMatcher:
         self._left_s = _FREE_S
         # The reason why no further token can be found, or None.
         self.error: str | None = None
+        # Processor time of the last mask, seconds.
+        self.mask_s = 0.0
 
     def forced(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Reads an answer's next tokens, and returns at most `num_tokens` about which the grammar leaves no choice.
@@ -166,7 +168,7 @@ class AnswerMatcher:
         began_s = time.thread_time()
         self._left_s = min(_FREE_S, self._left_s + _S_PER_MASK)
         computed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        self._spend(began_s)
+        self.mask_s = self._spend(began_s)
         if self._matcher.is_error():
             self.error = _TOO_COMPLEX
             return np.zeros(self._num_words, dtype=np.uint32)
@@ -180,10 +182,13 @@ class AnswerMatcher:
             self.error = _NO_TOKEN
         return words
 
-    def _spend(self, began_s: float) -> None:
-        self._left_s -= time.thread_time() - began_s
+    def _spend(self, began_s: float) -> float:
+        """Counts the processor time since `began_s`, and returns it."""
+        spent_s = time.thread_time() - began_s
+        self._left_s -= spent_s
         if self._left_s < 0 and self.error is None:
             self.error = _TOO_SLOW
+        return spent_s
 
 
 def _bits(token_ids: Collection[int], num_words: int) -> Words:

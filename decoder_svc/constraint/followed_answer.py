@@ -23,13 +23,13 @@ class FollowedAnswer:
         stop_token_ids: Collection[int],
         num_logits: int,
         *,
-        is_guessed: bool = False,
+        is_greedy: bool = False,
     ) -> None:
-        """`is_guessed`: its likeliest tokens are found without a mask, which is asked for if none of them may come."""
+        """`is_greedy`: the likeliest of the tokens that may come is the next one."""
         self.follower = follower
         self.answer_id = answer_id
         self.constraint = constraint
-        self.is_guessed = is_guessed
+        self.is_greedy = is_greedy
         self.error: LookonceError | None = None
         # Whether it was asked about when a process ended that nobody had killed.
         self.is_suspect = False
@@ -40,6 +40,8 @@ class FollowedAnswer:
         self._num_read = num_prompt_tokens
         # The number of tokens behind which none is known to be forced.
         self._free_at = 0
+        # Processor time of one of its masks, seconds.
+        self.mask_s = 0.0
 
     def step(self, process: ConstraintProcess, answer: AnswerSoFar) -> Step:
         """Returns what the process does not know yet of this answer."""
@@ -49,8 +51,11 @@ class FollowedAnswer:
             self._process, self._num_read = process, self._num_prompt_tokens
         new_ids = [int(token_id) for token_id in answer.token_ids[self._num_read :]]
         self._num_read += len(new_ids)
-        draft_ids = [int(token_id) for token_id in answer.draft_ids]
-        return Step(self.answer_id, opening, new_ids, draft_ids, wants_mask=not self.is_guessed)
+        return Step(self.answer_id, opening, new_ids, [int(token_id) for token_id in answer.draft_ids])
+
+    def note_mask(self, mask_s: float) -> None:
+        """Notes the processor time of a mask. The first masks of a constraint take many times as long as later ones."""
+        self.mask_s = (self.mask_s + mask_s) / 2
 
     def note_read(self, *, is_forced: bool) -> None:
         """Notes that the process has read a token that comes next. `is_forced`: tokens behind it are forced."""

@@ -112,6 +112,8 @@ class Followed(msgspec.Struct, array_like=True):
     # The index of the guess that was read, and whether tokens are forced behind it.
     guess: int = 0
     is_forced: bool = True
+    # Processor time of the last mask, seconds.
+    mask_s: float = 0.0
 
 
 def encoded(frame: msgspec.Struct) -> bytes:

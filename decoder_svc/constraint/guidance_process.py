@@ -84,7 +84,8 @@ class AnswerMatchers:
         except RefusedConstraintError as error:
             return Followed(str(error), [], {})
         new_masks: dict[int, bytes] = {}
-        return Followed(answer.error, [numbers.number(mask, new_masks) for mask in masks], new_masks)
+        of_masks = [numbers.number(mask, new_masks) for mask in masks]
+        return Followed(answer.error, of_masks, new_masks, mask_s=answer.mask_s)
 
     def _opened(self, step: Step) -> AnswerMatcher:
         if step.opening is not None:

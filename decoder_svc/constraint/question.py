@@ -47,6 +47,8 @@ class Question:
         num_forced: int,
         before: Question | None = None,
         guesses: Sequence[Sequence[int]] | None = None,
+        *,
+        guesses_later: bool = False,
     ) -> None:
         """Sends it.
 
@@ -55,12 +57,14 @@ class Question:
                 behind the drafts are wanted.
             before: A question whose outcomes come first.
             guesses: Tokens of each answer. The first that may come next is taken, and then it has no mask.
+            guesses_later: Whether greedy answers want masks only where tokens are forced.
         """
         self._current = current
         self._answers = answers
         self._num_forced = num_forced
         self._before = before
         self._guesses = guesses
+        self._wants_mask = [not (guesses_later and followed(answer).is_greedy) for answer in answers]
         # The index of the guess that each answer takes.
         self._taken = [0] * len(answers)
         # The masks of each answer; None: the answer has an error, or needs none.
@@ -101,10 +105,9 @@ class Question:
                 continue
             index = waiting.popleft()
             found[index] = outcome.token_ids
-            answer = followed(self._answers[index])
             if outcome.error is not None:
-                answer.fail(outcome.error)
-            if outcome.error is not None or (answer.is_guessed and not outcome.token_ids):
+                followed(self._answers[index]).fail(outcome.error)
+            if outcome.error is not None or not (outcome.token_ids or self._wants_mask[index]):
                 self._open.remove(index)
         if self._drafts is None:
             self._drafts = [found.get(index, ()) for index in range(len(self._answers))]
@@ -124,11 +127,14 @@ class Question:
             index = self._open.popleft()
             assert self._process is not None, "somebody sent the outcome"
             self._masks[index] = self._process.masks(outcome)
+            answer = followed(self._answers[index])
             if outcome.error is not None:
-                followed(self._answers[index]).fail(outcome.error)
+                answer.fail(outcome.error)
             elif self._guesses is not None and not outcome.masks:
                 self._taken[index] = outcome.guess
-                followed(self._answers[index]).note_read(is_forced=outcome.is_forced)
+                answer.note_read(is_forced=outcome.is_forced)
+            else:
+                answer.note_mask(outcome.mask_s)
         return self._masks
 
     def masks_of(self, answer: AnswerSoFar) -> list[bytes] | None:
@@ -146,7 +152,7 @@ class Question:
         if not self.is_about(answer):
             return False
         num_drafts = len(answer.draft_ids)
-        if num_drafts == 0 and not followed(answer).is_guessed:
+        if num_drafts == 0 and self._wants_mask[self._indices[id(answer.constraint)]]:
             return True
         forced_ids = self.forced_of(answer)
         return bool(forced_ids) and tuple(forced_ids[:num_drafts]) == tuple(answer.draft_ids)
@@ -179,6 +185,7 @@ class Question:
         steps = []
         for index in self._open:
             step = followed(self._answers[index]).step(process, self._answers[index])
+            step.wants_mask = self._wants_mask[index]
             if self._drafts is not None:
                 step.draft_ids = [int(token_id) for token_id in self._drafts[index]]
             if self._guesses is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from decoder_svc import assembly
+from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.followed_answer import FollowedAnswer
 from decoder_svc.constraint.frames import Step
@@ -58,13 +61,24 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_tokens": 4, "speculative_ngram_min": 1},
     "deterministic": {"deterministic": True},
     "few blocks": {"num_kv_blocks": 9, "max_context_tokens": 140},
+    "guesses": {"speculative_tokens": 0},
 }
+GREEDY: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+    {"logit_bias": dict.fromkeys(range(40, 120), -100.0)},
+    {"logprobs": 3},
+    {"n": 3},
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=WAYS)
 async def decoder(request: pytest.FixtureRequest) -> AsyncIterator[RunningDecoder]:
-    async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[request.param]) as decoder:
-        yield decoder
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "guesses":
+            patch.setattr(assembly, "_GUESSES_ABOVE_S", -1.0)
+        async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[request.param]) as decoder:
+            yield decoder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -132,6 +146,31 @@ async def test_sampled_answers_do_not_depend_on_how_they_are_computed(
             one, other = [await generate(each, QUESTIONS[0], **constraint, **sampling) for each in (plain, decoder)]
             assert one.choices[0].text == other.choices[0].text, (name, sampling)
             assert one.choices[0].finish_reason == pb.FINISH_REASON_STOP, (name, sampling)
+
+
+async def test_guesses_change_no_answer(plain: RunningDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that are asked about their likeliest tokens are those under masks, whatever changes the logits."""
+    taken: Counter[int] = Counter()
+    original = AnswerFollower.check
+
+    def check(self: AnswerFollower, answers: Any, guesses: Any) -> list[int | bytes]:
+        found = original(self, answers, guesses)
+        taken.update(-1 if isinstance(one, bytes) else one for one in found)
+        return found
+
+    monkeypatch.setattr(AnswerFollower, "check", check)
+    monkeypatch.setattr(assembly, "_GUESSES_ABOVE_S", -1.0)
+    asked = [(constraint, sampling) for constraint in CONSTRAINTS.values() for sampling in GREEDY]
+    found = []
+    async with running_decoder(DEMO_MODEL, dtype="float32") as guessing:
+        for decoder in (plain, guessing):
+            answers = [generate(decoder, QUESTIONS[0], **constraint, **sampling) for constraint, sampling in asked]
+            found.append([list(answer.choices) for answer in await asyncio.gather(*answers)])
+    assert found[0] == found[1]
+    # The likeliest token came next, another one of the reported ones did, and none of them.
+    assert taken[0] > 20
+    assert taken[-1] > 5
+    assert sum(taken[index] for index in range(1, 8)) > 5
 
 
 async def test_steps_are_saved_where_the_schema_leaves_no_choice(plain: RunningDecoder) -> None:

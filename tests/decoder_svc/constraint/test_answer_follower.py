@@ -52,7 +52,7 @@ NUM_FORCED = 12
 
 @pytest.fixture
 def follower() -> Iterator[AnswerFollower]:
-    follower = AnswerFollower(demo_vocabulary, DEMO_VOCAB, guesses_greedy=True)
+    follower = AnswerFollower(demo_vocabulary, DEMO_VOCAB, guesses_above_s=-1.0)
     yield follower
     follower.close()
 

@@ -285,7 +285,7 @@ def check_alone(grammars: Grammars) -> None:
 
 def noticed() -> bool:
     """Runs the checks of this process first, and then those of a follower's process."""
-    grammars, follower = demo_grammars(), AnswerFollower(demo_vocabulary, DEMO_VOCAB, guesses_greedy=True)
+    grammars, follower = demo_grammars(), AnswerFollower(demo_vocabulary, DEMO_VOCAB, guesses_above_s=-1.0)
     try:
         check_alone(grammars)
         test_answer_follower.test_a_question_that_nobody_waited_for_does_not_answer_the_next_one(follower)
