@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
-import statistics
+import math
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -27,6 +26,8 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.server.settings_parser import parse_settings
 
 _STOP_TIMEOUT_S = 60.0
+# Tokens of a request that may come while other requests of the set begin.
+_NUM_FIRST_TOKENS = 8
 _Result = TypeVar("_Result")
 
 
@@ -38,7 +39,7 @@ class EngineAnswer:
     first_token_s: float
     # Seconds from the first token to the last.
     decode_s: float
-    # Median of the seconds between two outputs.
+    # Seconds per token, without the first tokens, which come while other requests begin.
     step_s: float
 
 
@@ -100,16 +101,18 @@ class EngineThread:
     async def _ask(self, index: int, prompt: tuple[int, ...], params: SamplingParams, started_s: float) -> EngineAnswer:
         request_id = RequestId(f"{self._num_sets}-{index}")
         stream = self._engine.submit(request_id, Prompt(prompt), params)
-        times_s: list[float] = []
+        # The time of each output, with the tokens until then.
+        outputs: list[tuple[float, int]] = []
         found = 0
         async for output in stream:
             if output.token_ids:
-                times_s.append(time.monotonic())
-            found += len(output.token_ids)
+                found += len(output.token_ids)
+                outputs.append((time.monotonic(), found))
         assert found == params.max_tokens, "nothing ends a request early"
-        steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
-        first_s = times_s[0]
-        return EngineAnswer(first_s - started_s, times_s[-1] - first_s, statistics.median(steps_s or [0.0]))
+        (first_s, _), (last_s, _) = outputs[0], outputs[-1]
+        settled_s, num_before = next((each for each in outputs if each[1] >= _NUM_FIRST_TOKENS), outputs[-1])
+        step_s = (last_s - settled_s) / (found - num_before) if found > num_before else math.nan
+        return EngineAnswer(first_s - started_s, last_s - first_s, step_s)
 
     def _call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

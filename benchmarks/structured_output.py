@@ -122,7 +122,7 @@ def section(model: str, vocab_size: int, cells: Sequence[Cell]) -> str:
         f"## {_NAME}\n\nWhat do masks cost in a step (the first three force next to nothing), and what do forced "
         "tokens gain (schema)?\nGoal: masks cost at most 5 % of a step at batch 32.\n\n"
         f"{report.table(head, rows)}\n\n"
-        f"Model `{model}`, a vocabulary of {vocab_size} tokens; median time of a step, for the schema from the first "
+        f"Model `{model}`, a vocabulary of {vocab_size} tokens; mean time of a step, for the schema from the first "
         f"token to the last of the\nslowest request; {len(cells[0].with_s)} interleaved rounds, medians."
     )
 

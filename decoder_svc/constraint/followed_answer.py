@@ -40,8 +40,8 @@ class FollowedAnswer:
         self._num_read = num_prompt_tokens
         # The number of tokens behind which none is known to be forced.
         self._free_at = 0
-        # Processor time of one of its masks, seconds.
-        self.mask_s = 0.0
+        # Processor time that each of its masks takes, seconds, and that of the latest one.
+        self.mask_s = self._latest_mask_s = 0.0
 
     def step(self, process: ConstraintProcess, answer: AnswerSoFar) -> Step:
         """Returns what the process does not know yet of this answer."""
@@ -54,8 +54,8 @@ class FollowedAnswer:
         return Step(self.answer_id, opening, new_ids, [int(token_id) for token_id in answer.draft_ids])
 
     def note_mask(self, mask_s: float) -> None:
-        """Notes the processor time of a mask. The first masks of a constraint take many times as long as later ones."""
-        self.mask_s = (self.mask_s + mask_s) / 2
+        """Notes the processor time of a mask. Where a state is new to the constraint, it is many times that of others."""
+        self.mask_s, self._latest_mask_s = min(self._latest_mask_s, mask_s), mask_s
 
     def note_read(self, *, is_forced: bool) -> None:
         """Notes that the process has read a token that comes next. `is_forced`: tokens behind it are forced."""
