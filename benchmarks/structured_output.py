@@ -110,8 +110,8 @@ def section(model: str, vocab_size: int, cells: Sequence[Cell]) -> str:
             cell.constraint,
             cell.batch,
             f"{cell.temperature:g}",
-            f"{1000 * statistics.median(cell.without_s):.3g} ms",
-            f"{1000 * statistics.median(cell.with_s):.3g} ms",
+            f"{1000 * statistics.median(cell.without_s):.1f} ms",
+            f"{1000 * statistics.median(cell.with_s):.1f} ms",
             f"{statistics.median(cell.ratios):.3f}",
             f"{min(cell.ratios):.3f} … {max(cell.ratios):.3f}",
         )
@@ -123,7 +123,7 @@ def section(model: str, vocab_size: int, cells: Sequence[Cell]) -> str:
         "tokens gain (schema)?\nGoal: masks cost at most 5 % of a step at batch 32.\n\n"
         f"{report.table(head, rows)}\n\n"
         f"Model `{model}`, a vocabulary of {vocab_size} tokens; mean time of a step, for the schema from the first "
-        f"token to the last of the\nslowest request; {len(cells[0].with_s)} interleaved rounds, medians."
+        f"token to the\nlast of the slowest request; {len(cells[0].with_s)} interleaved rounds, medians."
     )
 
 

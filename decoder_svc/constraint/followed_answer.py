@@ -54,7 +54,7 @@ class FollowedAnswer:
         return Step(self.answer_id, opening, new_ids, [int(token_id) for token_id in answer.draft_ids])
 
     def note_mask(self, mask_s: float) -> None:
-        """Notes the processor time of a mask. Where a state is new to the constraint, it is many times that of others."""
+        """Notes the processor time of a mask. It is many times as long where the constraint is new to a state."""
         self.mask_s, self._latest_mask_s = min(self._latest_mask_s, mask_s), mask_s
 
     def note_read(self, *, is_forced: bool) -> None:
