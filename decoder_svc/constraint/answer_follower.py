@@ -23,7 +23,7 @@ from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, Cons
 from lookonce.errors import InvalidParameterError
 from lookonce.process.process_clock import ProcessClock, TimeLimits
 
-# Masks of one step that are asked about by guesses, every so many steps, to learn what they would take.
+# Steps with guesses before masks are computed in one, so that it is known what they take.
 _STEPS_PER_LOOK = 16
 # Processor time to compile a constraint for the second time.
 _COMPILE_LIMITS = TimeLimits(cpu_s=10.0, wall_s=30.0)

@@ -138,7 +138,7 @@ class AnswerMatcher:
         if not self._has_read(token_ids):
             return b""
         began_s = time.thread_time()
-        # Where tokens are forced, a mask allows fewer than what the grammar can read: only the tokenizer's split.
+        # A mask allows only the tokenizer's split of a forced text, while the grammar can read each.
         if not self._matcher.compute_ff_tokens():
             for index, guess_id in enumerate(guess_ids):
                 if self._reads(guess_id):

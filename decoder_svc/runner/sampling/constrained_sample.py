@@ -91,7 +91,8 @@ def _checked(
     sampled = pending.result()
     token_ids, logprobs = sampled.token_ids, sampled.logprobs
     answers = list(checked.values())
-    guesses = [sampled.likeliest[place] or [token_ids[place]] for place in checked]
+    # Where all tokens are excluded, there is no guess, and the mask is computed.
+    guesses = [sampled.likeliest[place] for place in checked]
     found = answers[0].constraint.follower.check(answers, guesses)
     refused: dict[int, bytes] = {}
     for place, of_answer, guess_or_mask in zip(checked, guesses, found, strict=True):

@@ -23,7 +23,7 @@ class SampleRow:
     num_drafts: int = 0
     # The tokens that may come next, as TokenConstraint.masks returns them; None: any.
     mask: bytes | None = None
-    # How many of the likeliest tokens are reported in their order, from which a constraint chooses; 0: none.
+    # Number of the likeliest tokens that are reported in their order, from which a constraint chooses.
     num_likeliest: int = 0
     # Whether the host knows all of `token_ids`; otherwise the last one is 0 here, and only the device has it.
     is_known: bool = True

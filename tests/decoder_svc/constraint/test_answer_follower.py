@@ -90,7 +90,7 @@ class Walk:
         self.alone = WholeAnswer(grammars, constraint)
         self.ids = list(PROMPT)
         self.has_ended = False
-        # What is expected of the guesses.
+        # The expected outcome of the guesses.
         self.expected: int | bytes = 0
 
     def so_far(self, draft_ids: tuple[int, ...] = ()) -> AnswerSoFar:

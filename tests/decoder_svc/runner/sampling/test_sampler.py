@@ -398,7 +398,7 @@ def test_flat_rows_of_a_large_vocabulary_get_the_references_tokens(spread: float
 
 @pytest.mark.parametrize("vocab", [2, 5, 63, 64, 200, 1000, 49_155])
 def test_the_likeliest_tokens_are_reported_in_their_order(vocab: int) -> None:
-    """Of equal logits the smaller id comes first; excluded tokens and NaN are not among them."""
+    """The smaller id of equal logits comes first. Excluded tokens and NaN are left out."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(40, vocab, generator=generator)
     logits[10:20] = logits[10:20].round()
