@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.engine.messages import Compiled
-from decoder_svc.scheduling.request import Request
+from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import Constraint, TokenConstraint
 from lookonce.errors import InternalError, LookonceError
 
@@ -17,16 +17,31 @@ logger = logging.getLogger(__name__)
 
 
 class ConstraintDesk:
-    """Turns a request's constraint into the state that follows its answer."""
+    """Turns a request's constraint into the state that follows its answer, before the scheduler gets the request."""
 
     def __init__(self, follower: AnswerFollower) -> None:
         self._follower = follower
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
+        # Requests whose constraints are being compiled, with the work.
+        self._compiling: dict[RequestId, tuple[Request, Future[None]]] = {}
 
-    def begin(self, request: Request, done: Callable[[Compiled], None]) -> Callable[[], object]:
-        """Starts to compile. `done` gets the outcome on another thread. Returns a function that gives it up."""
+    def begin(self, request: Request, done: Callable[[Compiled], None]) -> None:
+        """Starts to compile. `done` gets the outcome on another thread."""
         assert request.params.constraint is not None, "the request has no constraint"
-        return self._thread.submit(self._compile, request, request.params.constraint, done).cancel
+        work = self._thread.submit(self._compile, request, request.params.constraint, done)
+        self._compiling[request.request_id] = request, work
+
+    def take(self, request_id: RequestId) -> Request | None:
+        """Returns a request whose constraint has been compiled; None if it was given up."""
+        request, _ = self._compiling.pop(request_id, (None, None))
+        return request
+
+    def give_up(self, request_id: RequestId) -> Request | None:
+        """Returns a request whose constraint is being compiled, which is not needed any more; None: there is none."""
+        request, work = self._compiling.pop(request_id, (None, None))
+        if work is not None:
+            work.cancel()
+        return request
 
     def close(self) -> None:
         """Ends the process that follows answers, and what waits for it."""

@@ -18,11 +18,12 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from decoder_svc.engine.adapter_loading import AdapterLoading
 from decoder_svc.engine.constraint_desk import ConstraintDesk
+from decoder_svc.engine.failure_count import FailureCount
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import (
@@ -41,6 +42,7 @@ from decoder_svc.engine.messages import (
     Stop,
     ToEventLoop,
 )
+from decoder_svc.engine.step_outputs import outputs_of
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.scheduling.request import Request, RequestId
@@ -52,21 +54,14 @@ from lookonce.errors import (
     EmbeddingNotCachedError,
     InternalError,
     LookonceError,
-    OverloadedError,
     UnavailableError,
 )
 from lookonce.forgotten import Forgotten
-from lookonce.model.lack_of_memory import is_lack_of_memory
 
 logger = logging.getLogger(__name__)
 
 # Weight of a new step in the mean duration of steps: about the last ten count.
 _STEP_WEIGHT = 0.1
-# A failing step ends its own requests only. After this many failures in a row the engine is taken to be broken.
-_MAX_CONSECUTIVE_FAILURES = 3
-# A lack of memory is the fault of the requests or of another process as often as of this one, and ends with them. After
-# this many failures in a row the memory is taken to be lost in this process, which a new one gets back.
-_MAX_CONSECUTIVE_MEMORY_FAILURES = 20
 # Time without a message after which live requests that wait for nothing are restarted, seconds.
 _STALL_S = 2.0
 _NO_ADAPTER = "the adapter was unloaded; retry on another replica"
@@ -109,17 +104,11 @@ class StepLoop:
         self._heartbeat = heartbeat
         self._constraints = constraints
         self._adapters = AdapterLoading(runner, inbox.put)
-        # Requests whose constraints are being compiled, with what gives that up; the scheduler does not know them yet.
-        self._compiling: dict[RequestId, tuple[Request, Callable[[], object]]] = {}
         self._is_running = False
         self._has_died = False
         # Answers of the current step, until they are posted.
         self._outbox: list[tuple[RequestId, Answer]] = []
-        # Failures since the latest step that computed something: those for lack of memory, and all others.
-        self._num_failures = 0
-        self._num_memory_failures = 0
-        # Failures for lack of memory since the start.
-        self._num_memory_errors = 0
+        self._failures = FailureCount()
         self._made_progress = False
         self._num_stalls = 0
         # The request that was served first after the latest restart of all, until a step computes something.
@@ -178,7 +167,7 @@ class StepLoop:
             draft_tokens=self._scheduler.speculation.num_drafted,
             accepted_draft_tokens=self._scheduler.speculation.num_accepted,
             stalls=self._num_stalls,
-            memory_errors=self._num_memory_errors,
+            memory_errors=self._failures.num_memory_errors,
         )
 
     # Engine thread only.
@@ -260,7 +249,7 @@ class StepLoop:
         elif isinstance(message, AdapterRead):
             self._post(self._adapters.finish(message))
         elif isinstance(message, Abort):
-            request = self._given_up(message.request_id) or self._scheduler.abort(message.request_id)
+            request = self._constraints.give_up(message.request_id) or self._scheduler.abort(message.request_id)
             if request is not None:
                 output = RequestOutput((), (), message.reason, replace(request.usage))
                 self._outbox.append((request.request_id, output))
@@ -285,18 +274,11 @@ class StepLoop:
         if request.params.constraint is None:
             self._add(request)
             return
-        self._compiling[request.request_id] = request, self._constraints.begin(request, self._inbox.put)
-
-    def _given_up(self, request_id: RequestId) -> Request | None:
-        """Returns a request whose constraint is being compiled, which is not needed any more, or None."""
-        request, give_up = self._compiling.pop(request_id, (None, None))
-        if give_up is not None:
-            give_up()
-        return request
+        self._constraints.begin(request, self._inbox.put)
 
     def _take_compiled(self, compiled: Compiled) -> None:
         """Adds a request whose constraint is ready. It may have been aborted meanwhile."""
-        request, _ = self._compiling.pop(compiled.request_id, (None, None))
+        request = self._constraints.take(compiled.request_id)
         if request is None:
             return
         if isinstance(compiled.outcome, LookonceError):
@@ -312,11 +294,11 @@ class StepLoop:
         try:
             self._runner.put_rows(message)
         except Exception as error:
-            answer = self._answer_to(error, "storing embedding rows")
+            answer = self._failures.answer_to(error, "storing embedding rows")
             self._scheduler.encoder_cache.lose(message.key, message.rows)
             for request in self._scheduler.rows_failed(message.key, message.rows, had_data=True):
                 self._outbox.append((request.request_id, answer))
-            self._check_failures()
+            self._failures.check()
 
     def _fail_rows(self, message: FailedRows) -> None:
         fetch = message.fetch
@@ -381,10 +363,10 @@ class StepLoop:
         except Exception as error:
             self._fail_step(error, launched.output, behind)
             return False
-        self._outbox.extend(_outputs(self._without_dead_ends(self._scheduler.update(launched.output, sampled))))
+        self._outbox.extend(outputs_of(self._without_dead_ends(self._scheduler.update(launched.output, sampled))))
         if launched.output.chunks:
             # A step without chunks only removes requests from the batch: its success does not end a row of failures.
-            self._num_failures = self._num_memory_failures = 0
+            self._failures.note_success()
             self._restarted_head = None
             began_s = max(launched.began_s, self._settled_s)
             self._settled_s = time.monotonic()
@@ -412,28 +394,10 @@ class StepLoop:
 
     def _fail_step(self, error: Exception, output: SchedulerOutput, behind: SchedulerOutput | None = None) -> None:
         """Ends the step's requests with an error that shows nothing of the inside; all others continue."""
-        answer = self._answer_to(error, "an engine step")
+        answer = self._failures.answer_to(error, "an engine step")
         for request in self._scheduler.fail_step(output, behind):
             self._outbox.append((request.request_id, answer))
-        self._check_failures()
-
-    def _answer_to(self, error: Exception, action: str) -> LookonceError:
-        """Logs and counts a failure, and returns the error for the requests that it ends."""
-        incident = uuid.uuid4().hex
-        logger.exception("%s failed, incident %s", action, incident)
-        if is_lack_of_memory(error):
-            self._num_memory_failures += 1
-            self._num_memory_errors += 1
-            return OverloadedError("the server has no memory left for this request; retry later, or send less at once")
-        self._num_failures += 1
-        return InternalError(f"internal error {incident}")
-
-    def _check_failures(self) -> None:
-        """Raises RuntimeError, which ends the engine, after too many failures in a row."""
-        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
-            raise RuntimeError(f"{self._num_failures} engine steps failed in a row")
-        if self._num_memory_failures >= _MAX_CONSECUTIVE_MEMORY_FAILURES:
-            raise RuntimeError(f"{self._num_memory_failures} engine steps in a row had too little memory")
+        self._failures.check()
 
     def _flush(self) -> None:
         if self._outbox:
@@ -443,31 +407,3 @@ class StepLoop:
 
 def _too_late() -> DeadlineError:
     return DeadlineError("the deadline comes before the first token could")
-
-
-def _outputs(updates: Sequence[TokenUpdate]) -> Iterator[tuple[RequestId, RequestOutput]]:
-    """One output per request of a step, however many tokens the step gave it."""
-    start = 0
-    while start < len(updates):
-        request = updates[start].request
-        stop = start + 1
-        while stop < len(updates) and updates[stop].request is request:
-            stop += 1
-        yield request.request_id, _output(request, updates[start:stop])
-        start = stop
-
-
-def _output(request: Request, updates: Sequence[TokenUpdate]) -> RequestOutput:
-    """Returns the output with the latest tokens of a request."""
-    tokens = [update.token for update in updates]
-    finish_reason = updates[-1].finish_reason
-    # The prompt's numbers are complete with the first token, unless the prompt is computed again.
-    is_changed = request.num_output_tokens == len(updates) or finish_reason is not None or request.num_preemptions > 0
-    return RequestOutput(
-        token_ids=tuple([token.token_id for token in tokens]),
-        logprobs=tuple([token.logprobs for token in tokens if token.logprobs is not None]),
-        finish_reason=finish_reason,
-        usage=replace(request.usage) if is_changed else None,
-        # The accepted drafts of a step come first.
-        was_draft=tuple([update.was_draft for update in updates]) if updates[0].was_draft else (),
-    )

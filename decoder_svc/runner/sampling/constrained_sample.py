@@ -91,7 +91,7 @@ def _checked(
     sampled = pending.result()
     token_ids, logprobs = sampled.token_ids, sampled.logprobs
     answers = list(checked.values())
-    # Where all tokens are excluded, there is no guess, and the mask is computed.
+    # The mask is computed where all tokens are excluded, which leaves no guess.
     guesses = [sampled.likeliest[place] for place in checked]
     found = answers[0].constraint.follower.check(answers, guesses)
     refused: dict[int, bytes] = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
-from decoder_svc.engine import step_loop
+from decoder_svc.engine import failure_count, step_loop
 from decoder_svc.engine.constraint_desk import ConstraintDesk
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
@@ -305,7 +305,7 @@ def test_a_step_without_memory_ends_its_requests_only_however_often_in_a_row(
 def test_an_engine_that_never_has_memory_again_dies(
     started: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_loop, "_MAX_CONSECUTIVE_MEMORY_FAILURES", 4)
+    monkeypatch.setattr(failure_count, "_MAX_CONSECUTIVE_MEMORY_FAILURES", 4)
     running = started(4, python_memory)
     for number in range(4):
         running.submit(RequestId(f"r{number}"))
