@@ -128,5 +128,11 @@ class ServedAdapters:
         """Starts a change, which goes on if the call that waits for it ends. The engine takes them in their order."""
         task = asyncio.ensure_future(change)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
         return task
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # The call that waited may have ended, and then nobody asks for the error.
+            task.exception()

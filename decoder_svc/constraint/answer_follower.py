@@ -126,6 +126,8 @@ class AnswerFollower:
     def begin_masks(self, answers: Sequence[AnswerSoFar]) -> Callable[[], list[list[bytes] | None]]:
         """Begins to compute masks, as ConstraintFollower says."""
         first, further = self._question, self._further
+        if first is None:
+            self._decide([one for one in answers if _fixed(one) is None])
         others: list[AnswerSoFar] = []
 
         def further_masks(answer: AnswerSoFar) -> list[bytes]:

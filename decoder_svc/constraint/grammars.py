@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import resource
 import threading
 from collections import OrderedDict
@@ -62,6 +63,15 @@ _REASONS = {
     "Too many items": "it is too complex, or a recursion has no end",
     "is not present in a registry": "a reference leads to nothing in the schema",
 }
+# A backslash behind which nothing is escaped.
+_LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\(?:\n|\Z)")
+# Options of a rule, such as `max_tokens`, in front of its colon.
+_RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?\w+(?:\.-?\d+)?[ \t]*\[", re.MULTILINE)
+# The flag by which spaces and comments in an expression do not count.
+_FREE_SPACING = re.compile(r"\(\?[a-zA-Z]*x")
+# Most tokens about which a constraint may leave no choice at once. llguidance splits such a text anew in each step,
+# which takes 3 ms for so many.
+_MAX_FORCED_TOKENS = 20_000
 # Forced tokens that are computed to see that a constraint can be followed.
 _NUM_TRIED = 8
 
@@ -96,7 +106,10 @@ class Grammars:
                 return
         matcher = self.matcher(constraint)
         matcher.compute_bitmask()
-        for token_id in matcher.compute_ff_tokens()[:_NUM_TRIED]:
+        forced = matcher.compute_ff_tokens()
+        if len(forced) > _MAX_FORCED_TOKENS:
+            raise RefusedConstraintError("cannot be served: it leaves no choice about too long a text")
+        for token_id in forced[:_NUM_TRIED]:
             matcher.consume_token(token_id)
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -188,16 +201,31 @@ def _grammar(constraint: Constraint) -> str:
         case ConstraintKind.CHOICE:
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(constraint.text)))}")
         case ConstraintKind.REGEX:
-            return LLMatcher.grammar_from_regex(constraint.text)
+            return LLMatcher.grammar_from_regex(_checked_regex(constraint.text))
         case ConstraintKind.GRAMMAR:
             if "%json" in constraint.text:
                 # Nothing would check such a schema.
                 raise RefusedConstraintError("cannot have %json; use json_schema")
+            if "%llguidance" in constraint.text or _RULE_OPTIONS.search(constraint.text):
+                # Some have no effect, and others end an answer in the midst of a text.
+                raise RefusedConstraintError("cannot have %llguidance, and no options in brackets behind a rule's name")
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.TOOL_CALLS:
             return LLMatcher.grammar_from_lark(_grammar_of_calls(constraint.text))
         case ConstraintKind.FIXED_TOKENS:
             raise AssertionError("given tokens have no grammar")
+
+
+def _checked_regex(text: str) -> str:
+    """Returns a regular expression. Raises RefusedConstraintError for what llguidance would take for something else.
+
+    It drops a backslash at the end, and writes an end of line as an escape, which ends no comment and is no space.
+    """
+    if _LONE_BACKSLASH.search(text):
+        raise RefusedConstraintError("cannot be served: a backslash has no character behind it")
+    if "\n" in text and _FREE_SPACING.search(text):
+        raise RefusedConstraintError("cannot be served: lines are not supported with the flag x; write one line")
+    return text
 
 
 def named_control_ids(constraint: Constraint) -> frozenset[int]:

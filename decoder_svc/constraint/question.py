@@ -26,7 +26,7 @@ from lookonce.process.process_clock import ProcessClock, TimeLimits
 # take by its own limits; a step that a hanging process holds up ends after this time.
 _CPU_S = 3.0
 _CPU_S_PER_MASK = 0.05
-_WALL_S = 30.0
+_WALL_S = 10.0
 # A process that waits for a question takes it at once.
 _SEND_TIMEOUT_S = 5.0
 # Processes that may end during one question by another reason than an answer.

@@ -36,6 +36,8 @@ def exact_pattern(pattern: str) -> str:
     for nul in _NULS:
         if nul in pattern:
             raise ValueError(f"the pattern {pattern!r} has the character 0, which is not supported")
+    if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
+        raise ValueError(f"the pattern {pattern!r} ends with a backslash")
     parts: list[str] = []
     index = 0
     while index < len(pattern):

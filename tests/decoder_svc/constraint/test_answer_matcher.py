@@ -276,3 +276,13 @@ def test_a_draft_that_its_mask_allows_and_the_grammar_does_not_take_ends_the_ans
     monkeypatch.setattr(answer._matcher, "_matcher", answer._matcher._start(True))
     assert answer.masks(PROMPT, [token_id]) == []
     assert answer.error is not None
+
+
+def test_few_drafts_are_taken_of_a_long_forced_text(grammars: Grammars) -> None:
+    """Each mask behind one of them takes time in proportion to the text that is left."""
+    for length, most in ((500, 32), (4000, 8), (16_000, 2)):
+        constraint = state(grammars, schema({"const": "".join(random.Random(0).choices("ab", k=length))}))
+        forced = constraint.forced(PROMPT, 32)
+        assert most / 2 <= len(forced) <= most
+        assert len(constraint.masks(PROMPT, forced)) == len(forced) + 1
+        assert constraint.error is None

@@ -58,6 +58,17 @@ def schema(value: Any) -> Constraint:
         (Constraint(ConstraintKind.GRAMMAR, 'start: "a" thing'), 'at 1(8): unknown name: "thing"'),
         (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a"'), "1(7): Expected token"),
         (Constraint(ConstraintKind.GRAMMAR, 'begin: "a"'), "start"),
+        # They would be served as something else.
+        (Constraint(ConstraintKind.GRAMMAR, 'start[max_tokens=1]: "abc"'), "no options in brackets"),
+        (Constraint(ConstraintKind.GRAMMAR, 'start: x\n?x.2 [temperature=2]: "a"'), "no options in brackets"),
+        (Constraint(ConstraintKind.GRAMMAR, '%llguidance {"x": 1}\nstart: "a"'), "cannot have %llguidance"),
+        (Constraint(ConstraintKind.REGEX, "(?x)a # c\nb"), "lines are not supported with the flag x"),
+        (Constraint(ConstraintKind.REGEX, "a(?ix:\n b)"), "lines are not supported with the flag x"),
+        (Constraint(ConstraintKind.REGEX, "a\\"), "a backslash has no character behind it"),
+        (Constraint(ConstraintKind.REGEX, "[ab]{3}\\\\\\"), "a backslash has no character behind it"),
+        (Constraint(ConstraintKind.REGEX, "a\\\nb"), "a backslash has no character behind it"),
+        (schema({"type": "string", "pattern": "a\\"}), "ends with a backslash"),
+        (schema({"const": "ab" * 30_000}), "it leaves no choice about too long a text"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_the_place(
@@ -134,3 +145,9 @@ def test_a_hostile_expression_ends_soon(grammars: Grammars, text: str) -> None:
             if matcher.is_error() or not matcher.consume_token(token_id):
                 break
     assert module.memory_bytes() - before < 1 << 30
+
+
+@pytest.mark.parametrize("text", ["(?x)a # c", "a\nb", "a\\\\", "(?x: a b )\\#", "[\\\\]\nb"])
+def test_lines_and_escapes_that_mean_one_thing_are_served(grammars: Grammars, text: str) -> None:
+    grammars.check(Constraint(ConstraintKind.REGEX, text))
+    grammars.check(Constraint(ConstraintKind.GRAMMAR, 'start: x [ "b" ]\nx: ["a"] "c" /[a-z]{2}/'))
