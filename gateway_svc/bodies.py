@@ -122,7 +122,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if sum(body.count(sign) for sign in _SIGNS) > _MAX_SIGNS:
         raise InvalidInputError(f"the body has more than {_MAX_SIGNS} signs of {' '.join(map(bytes.decode, _SIGNS))}")
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        values = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
         raise InvalidInputError("the body is nested too deeply") from None
     except ValueError:
@@ -130,6 +130,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InvalidInputError("the body must be a JSON object")
     return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object. Of two values with one name, such as two types in a schema, only the last would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise InvalidParameterError("body", f"an object has the name {twice[:64]!r} twice")
+    return found
 
 
 def _refuse_constant(name: str) -> float:

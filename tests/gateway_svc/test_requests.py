@@ -58,6 +58,7 @@ def error_of(body: bytes) -> dict[str, Any]:
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "model": "fake"}',
         b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
         json.dumps({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}).encode(),
         json.dumps({**CHAT, "messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}).encode(),
