@@ -174,6 +174,9 @@ class Sampler:
         if adjusted is not logits:
             is_empty = found.amax(1, keepdim=True) == -torch.inf
             found = torch.where(is_empty, torch.where(allowed, _rows(logits, places), -torch.inf), found)
+        # A logit of -inf or NaN excludes no token that may come: it may be the only one.
+        least = torch.finfo(found.dtype).min
+        found = torch.where(allowed, found.nan_to_num(nan=least, neginf=least, posinf=torch.inf), -torch.inf)
         if places is None:
             return found
         return (logits.clone() if adjusted is logits else adjusted).index_copy_(0, places, found)

@@ -150,6 +150,8 @@ class Row {
 
   float* values() { return values_.data(); }
 
+  void fill(float value) { std::fill(values_.begin(), values_.begin() + vocab_, value); }
+
   // Notes the largest logits of all blocks. Other members below need it, and no change of values after it.
   void find_tops() {
     largest_ = -INFINITY;
@@ -458,6 +460,12 @@ void adjust(Row& memory, const float* logits, const SampledRow& row, int64_t voc
     memory.load(logits, vocab);
     memory.exclude(row.mask);
     memory.find_tops();
+    if (memory.largest() == -INFINITY) {
+      // The logits of all that may follow are -inf or NaN. One of them must be taken all the same.
+      memory.fill(0.0f);
+      memory.exclude(row.mask);
+      memory.find_tops();
+    }
   }
 }
 

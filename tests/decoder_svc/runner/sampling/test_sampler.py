@@ -359,6 +359,7 @@ def test_masked_draws_of_a_large_vocabulary_never_leave_the_mask(vocab: int) -> 
 def test_a_mask_is_stronger_than_biases_and_min_tokens() -> None:
     never = SamplingParams(logit_bias=((2, -math.inf), (4, -math.inf)))
     assert sample(LOGITS[None], [masked(never, 2, 4)])[0] == [2]
+    assert sample(LOGITS.flip(0)[None], [masked(never, 2, 4)])[0] == [4]
     assert sample(LOGITS[None], [masked(never, 2, 3, 4)])[0] == [3]
     below = SamplingParams(min_tokens=3, stop_token_ids=frozenset({1}))
     assert sample(LOGITS[None], [masked(below, 1)])[0] == [1]
@@ -429,3 +430,14 @@ def test_the_likeliest_tokens_are_reported_in_their_order(vocab: int) -> None:
         assert of_row == ids[: rows[index].num_likeliest], index
         if of_row:
             assert found.token_ids[index] == of_row[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_is_stronger_than_logits_that_are_no_numbers(temperature: float) -> None:
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor([[-inf, -inf, 3.0, 0.0, -1.0], [nan, 1.0, 3.0, 0.0, -1.0], [-inf, 2.0, -inf, 9.0, nan]])
+    params = SamplingParams(temperature=temperature, seed=1)
+    assert sample(logits, [masked(params, 1), masked(params, 0), masked(params, 4)])[0] == [1, 0, 4]
+    assert sample(logits[2:], [masked(params, 0, 1, 4)])[0] == [1]
+    biased = replace(params, logit_bias=((1, -100.0),))
+    assert sample(logits[:1], [masked(biased, 0, 1)])[0][0] in (0, 1)
