@@ -11,7 +11,7 @@ import torch
 
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cuda.paged_backend import LayerPools, PagedBackend
-from decoder_svc.runner.pending_step import PendingStep
+from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput

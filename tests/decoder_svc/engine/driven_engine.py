@@ -11,8 +11,8 @@ from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import Abort, Answer, Answers, Inbox, Queued, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
-from decoder_svc.runner.pending_step import PendingStep
 from decoder_svc.runner.row_cache import RowCache
+from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt

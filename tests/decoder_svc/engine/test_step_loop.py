@@ -18,7 +18,7 @@ from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.runner.pending_step import PendingStep
+from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import InputBatch, RequestRow
-from decoder_svc.runner.pending_step import PendingStep
+from decoder_svc.runner.sampled.constrained_sample import sample_rows
+from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.runner.sampling import sampling_batch
-from decoder_svc.runner.sampling.constrained_sample import sample_rows
 from decoder_svc.runner.sampling.device_penalties import IN_PROMPT, DevicePenalties
 from decoder_svc.runner.sampling.penalties import HostPenalties
 from decoder_svc.runner.sampling.sample_row import SampleRow

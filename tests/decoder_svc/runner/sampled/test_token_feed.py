@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoder_svc.runner.token_feed import TokenFeed
+from decoder_svc.runner.sampled.token_feed import TokenFeed
 
 
 class Moves:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from decoder_svc.runner.input_batch import RequestRow
-from decoder_svc.runner.pending_step import PendingStep
-from decoder_svc.runner.sampling.constrained_sample import sample_rows
+from decoder_svc.runner.sampled.constrained_sample import sample_rows
+from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.runner.sampling.sampler import PendingSample, SampledRows
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
