@@ -72,6 +72,8 @@ class Request:
         self.tenant = tenant
         # The place among those of the same priority; set by TenantTurns.
         self.turn = 0
+        # Whether running requests have given their places for this one: once only.
+        self.has_claimed = False
         self.cache_scope = cache_scope
         # Number of prompt tokens, including image placeholders.
         self.num_prompt_tokens = len(prompt.token_ids)

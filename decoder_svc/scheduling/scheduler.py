@@ -42,7 +42,8 @@ from decoder_svc.scheduling.scheduler_output import (
 )
 from decoder_svc.scheduling.speculation import Speculation
 from decoder_svc.scheduling.step_results import StepResults
-from decoder_svc.scheduling.tenant_turns import TenantTurns, request_to_yield
+from decoder_svc.scheduling.tenant_places import TenantPlaces
+from decoder_svc.scheduling.tenant_turns import TenantTurns
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
@@ -69,8 +70,7 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         self._turns = TenantTurns()
-        # The head of the queue for which a running request has given its place.
-        self._yielded_to: RequestId | None = None
+        self._places = TenantPlaces()
         # In serving order.
         self._running: list[Request] = []
         self._waiting = WaitingQueue(kv_cache, clock)
@@ -116,6 +116,7 @@ class Scheduler:
         request.is_private = any(self.encoder_cache.is_forgotten(item.key) for item in request.prompt.images)
         self._requests[request.request_id] = request
         self._turns.add(request)
+        self._places.add(request)
         self._row_demand.add(request)
         self._waiting.add(request)
 
@@ -250,16 +251,41 @@ class Scheduler:
     # Assembling a step.
 
     def _share_places(self) -> None:
-        """Frees a place for the head of the queue if its tenant has less than its share: once for each head."""
-        if len(self._running) < self.limits.max_num_seqs or not len(self._waiting):
+        """Lets requests of tenants with less than their share start before the others', in place of running ones.
+
+        Each request claims a place or blocks once, and only when it could start.
+        """
+        if self._places.num_tenants < 2 or not len(self._waiting):
             return
         (head,) = self._waiting.first(1)
-        if head.request_id == self._yielded_to:
+        num_free = self.limits.max_num_seqs - len(self._running)
+        # Without free blocks there are no more places than are taken, and one for which others give theirs.
+        is_short = num_free > 0 and not self.kv_cache.can_admit(head, self._waiting.prefix_hit(head, may_be_old=False))
+        num_places = len(self._running) + 1 if is_short else min(self.limits.max_num_seqs, len(self._requests))
+        claims = self._places.claims(num_places)
+        if claims is None:
             return
-        yielding = request_to_yield(self._running, head, self.limits.max_num_seqs)
-        if yielding is not None:
-            self._yielded_to = head.request_id
-            self._preempt(yielding, turn=head.turn + 1)
+        latest_turn = self._turns.now(head.priority) + claims.max_lead
+        claimants = self._waiting.bring_forward(claims.num_places, latest_turn, self._row_demand.restart)
+        for request in claimants:
+            hit = self._waiting.prefix_hit(request, may_be_old=False)
+            if request.has_claimed or not self._has_rows_to_start(request, hit):
+                continue
+            while num_free <= 0 or not self.kv_cache.can_admit(request, hit):
+                yielding = self._places.request_to_yield(self._running, request, claims.share)
+                if yielding is None:
+                    return
+                self._preempt(yielding, turn=max(yielding.turn, claimants[-1].turn + 1))
+                request.has_claimed = True
+                num_free += 1
+            num_free -= 1
+
+    def _has_rows_to_start(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a waiting request whose tokens are known could start now, if it had a place and blocks."""
+        if request.num_unknown_tokens > 0 or self.kv_cache.finds_more_next_step(request, hit):
+            return False
+        stop = self._row_demand.runnable_stop(request, hit.num_tokens)
+        return stop >= hit.num_tokens + self._chunk_size.least(request, hit.num_tokens)
 
     def _schedule_running(self, step: StepInProgress) -> None:
         index = 0
@@ -406,6 +432,7 @@ class Scheduler:
     def _admit(self, request: Request, hit: PrefixHit, step: StepInProgress) -> None:
         self._waiting.remove(request)
         self._turns.serve(request)
+        self._places.start(request)
         request.state = RequestState.RUNNING
         enqueue(self._running, request)
         self.kv_cache.admit(request, hit)
@@ -421,6 +448,7 @@ class Scheduler:
         With `turn`, its place is the one of this turn.
         """
         self._running.remove(request)
+        self._places.stop(request)
         self._free_blocks(request)
         self._row_demand.restart(request)
         request.turn = request.turn if turn is None else turn
@@ -445,14 +473,18 @@ class Scheduler:
         return updates
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
+        is_running = request.state is RequestState.RUNNING
+        (self._running if is_running else self._waiting).remove(request)
+        if is_running:
+            self._places.stop(request)
         self._free_blocks(request)
         self._row_demand.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.num_unknown_tokens = 0
         self.speculation.forget(request.request_id)
-        self._turns.remove(request)
+        self._turns.remove(request, was_served=is_running or request.num_preemptions > 0)
+        self._places.remove(request)
         del self._requests[request.request_id]
 
     def _free_blocks(self, request: Request) -> None:

@@ -3,23 +3,36 @@
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): each request gets a number, its turn, when it arrives. It is
 where the tenant's request before it ends, in tokens, or the turn of the request that was served last, whichever is
 later. So the requests of one tenant keep their order, and a tenant with a long queue delays another one by one request
-of its own for each of the other's.
+of its own for each of the other's. How long an answer becomes is known when it ends: the tenant's later requests get
+the difference.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.request import Request
 
-# Most tokens that an answer counts for. Its length is not known when it is queued, and a large `max_tokens` says little
-# about it.
+# Most tokens that an answer counts for until it ends. A large `max_tokens` says little about its length.
 _ANSWER_TOKENS = 256
 # Tenants of one priority that are remembered, and whose turns are looked through.
 _MAX_TENANTS = 4096
 _MIN_TENANTS = 64
+
+
+def expected_tokens(request: Request) -> int:
+    """Returns what a request counts for until it ends: its prompt's tokens, and at most 256 of its answer's."""
+    return request.num_prompt_tokens + min(_ANSWER_TOKENS, request.params.max_tokens)
+
+
+@dataclass(slots=True)
+class _TenantTurn:
+    """What is remembered of one tenant at one priority."""
+
+    # The turn of its latest request, before which no later one may come.
+    latest: int
+    # Where that request ends.
+    end: int
 
 
 @dataclass(slots=True)
@@ -29,19 +42,18 @@ class _Level:
     num_live: int = 0
     # The latest turn of a request that was served.
     now: int = 0
-    # By tenant, the end of its latest request.
-    ends: dict[str, int] = field(default_factory=dict)
+    tenants: dict[str, _TenantTurn] = field(default_factory=dict)
     # Number of tenants at which those whose turns are over are forgotten.
     num_too_many: int = _MIN_TENANTS
 
     def forget_some(self) -> None:
         """Forgets tenants whose turns are over, and all of them if there are very many with turns to come."""
-        if len(self.ends) < self.num_too_many:
+        if len(self.tenants) < self.num_too_many:
             return
-        self.ends = {tenant: end for tenant, end in self.ends.items() if end > self.now}
-        if len(self.ends) > _MAX_TENANTS:
-            self.ends.clear()
-        self.num_too_many = max(_MIN_TENANTS, 2 * len(self.ends))
+        self.tenants = {name: one for name, one in self.tenants.items() if max(one.latest, one.end) > self.now}
+        if len(self.tenants) > _MAX_TENANTS:
+            self.tenants.clear()
+        self.num_too_many = max(_MIN_TENANTS, 2 * len(self.tenants))
 
 
 class TenantTurns:
@@ -55,35 +67,28 @@ class TenantTurns:
         """Sets the turn of a request that has arrived."""
         level = self._levels.setdefault(request.priority, _Level())
         level.num_live += 1
-        request.turn = max(level.now, level.ends.get(request.tenant, 0))
-        answer = min(_ANSWER_TOKENS, request.params.max_tokens)
-        level.ends[request.tenant] = request.turn + request.num_prompt_tokens + answer
+        request.turn = level.now
+        if (tenant := level.tenants.get(request.tenant)) is not None:
+            request.turn = max(level.now, tenant.end, tenant.latest)
+        level.tenants[request.tenant] = _TenantTurn(request.turn, request.turn + expected_tokens(request))
 
     def serve(self, request: Request) -> None:
         """Notes that a request is served."""
         level = self._levels[request.priority]
         level.now = max(level.now, request.turn)
 
-    def remove(self, request: Request) -> None:
-        """Forgets a request that has ended."""
+    def now(self, priority: int) -> int:
+        """Returns the latest turn that was served at a priority with live requests."""
+        return self._levels[priority].now
+
+    def remove(self, request: Request, *, was_served: bool) -> None:
+        """Forgets a request that has ended, and counts for its tenant what it really took."""
         level = self._levels[request.priority]
         level.num_live -= 1
         if level.num_live == 0:
             del self._levels[request.priority]
-        else:
-            level.forget_some()
-
-
-def request_to_yield(running: Sequence[Request], head: Request, num_places: int) -> Request | None:
-    """Returns the running request that should give its place to the head of the queue; None if none should.
-
-    All places are taken. The head's tenant has less than an equal share of them, and another one more; its latest
-    request yields, unless it has a higher priority.
-    """
-    places = Counter(request.tenant for request in running)
-    share = num_places // (len(places) + (head.tenant not in places))
-    if places[head.tenant] >= share:
-        return None
-    greedy = max(places, key=lambda tenant: places[tenant])
-    latest = max((one for one in running if one.tenant == greedy), key=lambda one: one.serving_order)
-    return latest if places[greedy] > max(share, 1) and latest.priority >= head.priority else None
+            return
+        if (tenant := level.tenants.get(request.tenant)) is not None:
+            num_tokens = request.num_prompt_tokens + request.num_output_tokens if was_served else 0
+            tenant.end += num_tokens - expected_tokens(request)
+        level.forget_some()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
@@ -53,6 +53,41 @@ class WaitingQueue:
     def first(self, num_requests: int) -> list[Request]:
         """Returns at most `num_requests` requests from the head."""
         return list(islice(self._requests, num_requests))
+
+    def bring_forward(
+        self, num_places: Mapping[str, int], latest_turn: int, on_change: Callable[[Request], None]
+    ) -> list[Request]:
+        """Moves requests of some tenants before those of all others, and returns them in serving order.
+
+        Only those with the priority of the head move; the order within a tenant stays.
+
+        Args:
+            num_places: By tenant, how many of its requests move.
+            latest_turn: Requests with later turns stay.
+            on_change: Is called with each request that moves, before its turn changes.
+        """
+        priority = self._requests[0].priority
+        left = dict(num_places)
+        chosen: list[Request] = []
+        first_other: Request | None = None
+        for request in self._requests:
+            if not left or request.priority != priority or request.turn > latest_turn:
+                break
+            if request.tenant not in left:
+                first_other = first_other or request
+                continue
+            chosen.append(request)
+            left[request.tenant] -= 1
+            if left[request.tenant] == 0:
+                del left[request.tenant]
+        if first_other is not None:
+            for request in chosen:
+                if request.turn >= first_other.turn:
+                    on_change(request)
+                    self._requests.remove(request)
+                    request.turn = first_other.turn - 1
+                    enqueue(self._requests, request)
+        return sorted(chosen, key=lambda request: request.serving_order)
 
     def is_head(self, request: Request) -> bool:
         """Whether this request is served next."""

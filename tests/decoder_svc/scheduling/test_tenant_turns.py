@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.tenant_turns import TenantTurns, request_to_yield
+from decoder_svc.scheduling.tenant_turns import TenantTurns
 
 
 def request(tenant: str, number: int, *, num_tokens: int = 10, priority: int = 0) -> Request:
@@ -84,10 +84,10 @@ def test_nothing_is_kept_of_requests_that_have_ended(steps: list[tuple[str, int,
             one = min(live, key=lambda each: each.serving_order)
             turns.serve(one)
             live.remove(one)
-            turns.remove(one)
+            turns.remove(one, was_served=True)
     assert sum(level.num_live for level in turns._levels.values()) == len(live)
     for one in list(live):
-        turns.remove(one)
+        turns.remove(one, was_served=False)
     assert not turns._levels
 
 
@@ -102,37 +102,50 @@ def test_tenants_that_went_are_forgotten(advances: bool) -> None:
         if advances:
             one.turn = number
         turns.serve(one)
-        turns.remove(one)
-        assert len(turns._levels[0].ends) <= (2000 if advances else 8192)
+        turns.remove(one, was_served=True)
+        assert len(turns._levels[0].tenants) <= (2000 if advances else 8192)
 
 
-def batch(*tenants: str) -> list[Request]:
+def test_an_answer_counts_for_what_it_became() -> None:
+    """Of two tenants with the same `max_tokens`, one gets answers that are much shorter."""
     turns = TenantTurns()
-    found = [request(tenant, number) for number, tenant in enumerate(tenants)]
-    for each in found:
+    first = {tenant: request(tenant, number) for number, tenant in enumerate("ab")}
+    for each in first.values():
         turns.add(each)
-    return found
+        turns.serve(each)
+    first["a"].token_ids += [7] * 6
+    first["b"].token_ids += [7] * 256
+    waiting = request("c", 5)
+    turns.add(waiting)
+    for each in first.values():
+        turns.remove(each, was_served=True)
+    later = {tenant: request(tenant, 10 + number) for number, tenant in enumerate("ab")}
+    for each in later.values():
+        turns.add(each)
+    assert later["b"].turn - later["a"].turn == 250
 
 
-@pytest.mark.parametrize(
-    ("running", "head", "yields"),
-    [
-        ("aaaa", "b", "a3"),
-        ("aaab", "b", "a2"),
-        ("aabb", "b", None),
-        ("aabb", "a", None),
-        ("aaaa", "a", None),
-        ("aabb", "c", "a1"),
-        ("abcd", "e", None),
-        ("a", "b", None),
-    ],
-)
-def test_who_gives_a_place(running: str, head: str, yields: str | None) -> None:
-    found = request_to_yield(batch(*running), request(head, 99), len(running))
-    assert (None if found is None else found.request_id) == yields
+def test_a_request_that_was_never_served_counts_for_nothing() -> None:
+    turns = TenantTurns()
+    kept = request("b", 0)
+    turns.add(kept)
+    gone = [request("a", 1 + number) for number in range(20)]
+    for each in gone:
+        turns.add(each)
+    for each in gone:
+        turns.remove(each, was_served=False)
+    later = request("a", 50)
+    turns.add(later)
+    assert later.turn == gone[-1].turn
 
 
-def test_a_request_of_higher_priority_keeps_its_place() -> None:
-    running = [request("a", number, priority=-1) for number in range(4)]
-    assert request_to_yield(running, request("b", 9), 4) is None
-    assert request_to_yield(running, request("b", 9, priority=-1), 4) is running[-1]
+def test_the_order_within_a_tenant_stays_when_answers_become_short() -> None:
+    turns = TenantTurns()
+    all_of_them = [request("a", number) for number in range(6)]
+    for each in all_of_them[:5]:
+        turns.add(each)
+    turns.serve(all_of_them[0])
+    turns.remove(all_of_them[0], was_served=True)
+    turns.add(all_of_them[5])
+    found = [each.serving_order for each in all_of_them[1:]]
+    assert found == sorted(found)

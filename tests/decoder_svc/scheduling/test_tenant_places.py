@@ -1,0 +1,184 @@
+"""Who starts before others, and who gives a place: tenants have equal shares of the running batch if they want them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.tenant_places import TenantPlaces
+from tests.decoder_svc.scheduling.simulation import finish_step, image, request, scheduler, step
+
+
+def running(target: Scheduler) -> Counter[str]:
+    """The number of running requests of each tenant."""
+    return Counter(one.tenant for one in target._running)
+
+
+def started(tenants: str) -> tuple[TenantPlaces, list[Request]]:
+    places = TenantPlaces()
+    found = [request(f"{tenant}{index}", 10, tenant=tenant, arrival_s=index) for index, tenant in enumerate(tenants)]
+    for one in found:
+        places.add(one)
+        places.start(one)
+    return places, found
+
+
+@pytest.mark.parametrize(
+    ("tenants", "waiting", "places", "yields"),
+    [
+        ("aaaa", "b", {"b": 2}, "a3"),
+        ("aaab", "b", {"b": 1}, "a2"),
+        ("aabb", "b", None, None),
+        ("aabb", "a", None, None),
+        ("aaaa", "a", None, None),
+        ("aabb", "c", {"c": 1}, "a1"),
+        ("aabbbb", "ac", {"c": 2}, "b5"),
+        ("abcd", "e", None, None),
+        ("a", "b", None, None),
+        ("aaa", "b", {"b": 1}, "a2"),
+    ],
+)
+def test_who_may_have_places_and_who_gives_one(
+    tenants: str, waiting: str, places: dict[str, int] | None, yields: str | None
+) -> None:
+    target, found = started(tenants)
+    late = [request(f"late{tenant}", 10, tenant=tenant, arrival_s=99) for tenant in waiting]
+    for one in late:
+        target.add(one)
+    claims = target.claims(len(tenants))
+    assert (None if claims is None else claims.num_places) == places
+    if claims is not None:
+        one = target.request_to_yield(found, late[-1], claims.share)
+        assert (None if one is None else one.request_id) == yields
+
+
+def test_a_request_of_higher_priority_keeps_its_place() -> None:
+    places = TenantPlaces()
+    found = [request(f"a{index}", 4, tenant="a", priority=-1, arrival_s=index) for index in range(4)]
+    for one in found:
+        places.add(one)
+        places.start(one)
+    assert places.request_to_yield(found, request("b", 4, tenant="b"), 2) is None
+    assert places.request_to_yield(found, request("b", 4, tenant="b", priority=-1), 2) is found[-1]
+
+
+def test_requests_that_come_together_get_their_places_together() -> None:
+    target = scheduler(max_num_seqs=4, token_budget=100, num_blocks=200)
+    for index in range(10):
+        target.add(request(f"b{index}", 9, arrival_s=index, max_tokens=50, tenant="b"))
+    step(target)
+    assert running(target) == {"b": 4}
+    for index in range(3):
+        target.add(request(f"a{index}", 9, arrival_s=20 + index, max_tokens=50, tenant="a"))
+    step(target)
+    assert {one.request_id for one in target._running} == {"b0", "b1", "a0", "a1"}
+    assert target.num_preemptions == 2
+    step(target)
+    assert target.num_preemptions == 2
+
+
+def test_a_place_that_another_tenant_took_meanwhile_is_given_back() -> None:
+    """A client sends its next request when an answer has come: too late for the place that this answer had."""
+    target = scheduler(max_num_seqs=2, token_budget=100, num_blocks=200)
+    for index in range(10):
+        target.add(request(f"b{index}", 9, arrival_s=index, max_tokens=500, tenant="b"))
+    for number in range(5):
+        target.add(request(f"a{number}", 9, arrival_s=100 + number, max_tokens=2, tenant="a"))
+        step(target)
+        assert running(target) == {"a": 1, "b": 1}
+        while target.has_requests() and running(target)["a"]:
+            step(target)
+        step(target)
+        assert running(target) == {"b": 2}
+    assert "b0" in {one.request_id for one in target._running}
+
+
+def test_no_place_is_given_to_a_request_that_could_not_start() -> None:
+    """Its image is still looked at. Its rows are asked for at once, though many others came before it."""
+    target = scheduler(max_num_seqs=2, token_budget=100, num_blocks=200)
+    for index in range(10):
+        target.add(request(f"b{index}", 9, arrival_s=index, max_tokens=50, tenant="b"))
+    step(target)
+    target.add(request("a0", 9, (image("u", 0, 8),), arrival_s=50, max_tokens=50, tenant="a"))
+    output = target.schedule()
+    finish_step(target, output)
+    assert [fetch.request_id for fetch in output.fetches] == ["a0"]
+    for _ in range(3):
+        step(target, rows_arrive=False)
+        assert running(target) == {"b": 2}
+    assert target.num_preemptions == 0
+    (fetch,) = output.fetches
+    target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
+    step(target)
+    assert running(target) == {"a": 1, "b": 1}
+    assert target.num_preemptions == 1
+
+
+def test_few_but_long_requests_have_no_more_than_their_share_of_the_work() -> None:
+    """With one request in flight at a time, a tenant could otherwise always go first."""
+    target = scheduler(max_num_seqs=4, token_budget=200, num_blocks=400, context=400)
+    numbers = itertools.count()
+
+    def keep_busy(tenant: str, number: int, num_tokens: int) -> None:
+        live = sum(one.tenant == tenant for one in target.live_requests())
+        for _ in range(number - live):
+            index = next(numbers)
+            target.add(request(f"{tenant}{index}", num_tokens, arrival_s=index, max_tokens=2, tenant=tenant))
+
+    taken: Counter[str] = Counter()
+    for _ in range(300):
+        keep_busy("long", 1, 198)
+        keep_busy("short", 12, 4)
+        for chunk in step(target).chunks:
+            taken["long" if chunk.request_id.startswith("long") else "short"] += chunk.num_tokens
+    assert 0.5 < taken["long"] / taken["short"] < 2
+
+
+def test_blocks_are_shared_like_places() -> None:
+    target = scheduler(max_num_seqs=8, token_budget=100, num_blocks=20)
+    for index in range(8):
+        target.add(request(f"b{index}", 15, arrival_s=index, max_tokens=4, tenant="b"))
+    step(target)
+    num_before = running(target)["b"]
+    assert num_before == 5
+    target.add(request("a0", 15, arrival_s=50, max_tokens=4, tenant="a"))
+    step(target)
+    assert running(target)["a"] == 1
+    while target.has_requests():
+        step(target)
+
+
+def test_tenants_within_their_share_do_not_wait() -> None:
+    """Random traffic of text, checked by counting: a tenant with requests waiting runs at least its share."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        num_places = rng.randint(2, 9)
+        target = scheduler(max_num_seqs=num_places, token_budget=1000, num_blocks=2000)
+        names = "abc"[: rng.randint(2, 3)]
+        order: dict[str, list[RequestId]] = {name: [] for name in names}
+        begun: dict[str, list[RequestId]] = {name: [] for name in names}
+        for number in range(150):
+            for name in names:
+                for index in range(rng.choice((0, 0, 0, 1, 1, 5))):
+                    new = request(
+                        f"{name}{number}.{index}", 6, arrival_s=number + index / 10, max_tokens=6, tenant=name
+                    )
+                    target.add(new)
+                    order[name].append(new.request_id)
+            output = target.schedule()
+            live = Counter(one.tenant for one in target.live_requests())
+            share = num_places // max(1, len(live))
+            for name, num_live in live.items():
+                assert running(target)[name] >= min(share, num_live), f"seed {seed}, step {number}, tenant {name}"
+            for one in output.admitted:
+                name = one.request_id[0]
+                if one.request_id not in begun[name]:
+                    begun[name].append(one.request_id)
+            finish_step(target, output)
+        for name in names:
+            assert begun[name] == order[name][: len(begun[name])]
