@@ -53,8 +53,9 @@ class TokenCounts:
         `token_ids` is the whole sequence. It begins with the sequence of the last call, which is not counted again.
         """
         num_prompt = self._num_prompt_tokens
-        for token_id in np.unique(token_ids[self._num_counted : num_prompt]).tolist():
-            self._count(token_id, 0)
+        if self._num_counted < num_prompt:
+            for token_id in np.unique(token_ids[self._num_counted : num_prompt]).tolist():
+                self._count(token_id, 0)
         for token_id in token_ids[max(self._num_counted, num_prompt) :].tolist():
             self._count(token_id, 1)
         self._num_counted = len(token_ids)

@@ -5,8 +5,10 @@
 // uniform number times the mass of what is kept.
 //
 // Nearly all draws fall on one of the likeliest tokens, so a row is sorted down to a value that is found from the
-// largest logits of its blocks. A place beyond them is found by halving an interval of values, one pass over the row
-// for each half, until few tokens are left to sort. So no row sorts its whole vocabulary.
+// largest logits of its blocks. A place beyond them is sought in an interval of values, one pass over the row for each
+// step, until few tokens are left to sort. So no row sorts its whole vocabulary. The logits of most tokens are nearly
+// normally distributed, and so is their mass over the logits: mean and variance say where the place should be, and the
+// first passes only look close to it. Later ones halve the interval.
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -55,6 +57,9 @@ constexpr size_t kSortedBlocks = 256;
 // Rows with more tokens above that value have many equal logits, and their places are found by halving.
 constexpr int64_t kMaxSorted = 2048;
 constexpr int kMeanPasses = 24;
+// Passes that look where the place is expected, and how many tokens they should find there.
+constexpr int kGuesses = 3;
+constexpr double kGuessedTokens = 384.0;
 
 struct Token {
   float value;
@@ -66,6 +71,21 @@ struct Token {
 struct Amount {
   int64_t count = 0;
   double mass = 0.0;
+};
+
+Amount operator+(const Amount& one, const Amount& other) { return {one.count + other.count, one.mass + other.mass}; }
+
+// All tokens with this value or a larger one.
+struct Bound {
+  float value;
+  Amount through;
+};
+
+// The mass of a row, and its mean and variance over the logarithms to base 2 of the weights.
+struct Mass {
+  double total;
+  double mean;
+  double variance;
 };
 
 // The tokens of an interval from a value on, the least value among them, and the largest value below.
@@ -122,6 +142,17 @@ double log_of(double x) {
   return rough + (x * exp_of_negative(-rough) - 1.0);
 }
 
+// Returns how many standard deviations above its mean a normally distributed number is with this probability, with an
+// error below 5e-4 (Abramowitz and Stegun, 26.2.23).
+double normal_quantile(double probability) {
+  const double tail = std::min(probability, 1.0 - probability);
+  if (!(tail > 0.0)) return 0.0;
+  const double t = std::sqrt(2.0 * log_of(1.0 / tail));
+  const double size = t - (2.515517 + t * (0.802853 + t * 0.010328)) /
+                              (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
+  return probability < 0.5 ? size : -size;
+}
+
 // The lanes in which a condition is true, as bits.
 uint32_t bits_of(IntegerRegister condition) {
 #if defined(__AVX512F__)
@@ -135,28 +166,35 @@ uint32_t bits_of(IntegerRegister condition) {
 #endif
 }
 
-// The logits of one row in a thread's own memory, padded with -inf to whole blocks.
+// The logits of one row in whole blocks. If they are changed or padded, with -inf, they are copied to a thread's own
+// memory.
 class Row {
  public:
-  void load(const float* logits, int64_t vocab) {
+  void load(const float* logits, int64_t vocab, bool is_changed) {
+    vocab_ = vocab;
     size_ = (vocab + kBlock - 1) / kBlock * kBlock;
-    values_.resize(size_);
     weights_.resize(size_);
     tops_.resize(size_ / kBlock);
-    std::copy(logits, logits + vocab, values_.begin());
-    std::fill(values_.begin() + vocab, values_.end(), -INFINITY);
-    vocab_ = vocab;
+    values_ = logits;
+    if (!is_changed && size_ == vocab) return;
+    copy_.resize(size_);
+    std::copy(logits, logits + vocab, copy_.begin());
+    std::fill(copy_.begin() + vocab, copy_.end(), -INFINITY);
+    values_ = copy_.data();
   }
 
-  float* values() { return values_.data(); }
+  const float* values() const { return values_; }
 
-  void fill(float value) { std::fill(values_.begin(), values_.begin() + vocab_, value); }
+  // Only of a row that was loaded to be changed.
+  float* changed_values() { return copy_.data(); }
+
+  void fill(float value) { std::fill(copy_.begin(), copy_.begin() + vocab_, value); }
 
   // Notes the largest logits of all blocks. Other members below need it, and no change of values after it.
   void find_tops() {
     largest_ = -INFINITY;
     for (size_t block = 0; block < tops_.size(); ++block) {
-      const float* from = values_.data() + block * kBlock;
+      const float* from = values_ + block * kBlock;
       Floats top = -INFINITY;
       // A number that is NaN is passed over.
       for (int64_t i = 0; i < kBlock; i += kLanes) top = larger(load_floats(from + i), top);
@@ -197,7 +235,7 @@ class Row {
       const int64_t stop = (block + 1) * kBlock;
       for (int64_t first = block * kBlock; first < stop; first += kRegisterLanes) {
         FloatRegister values;
-        std::memcpy(&values, values_.data() + first, sizeof values);
+        std::memcpy(&values, values_ + first, sizeof values);
         for (uint32_t inside = bits_of((values >= low) & (values < high)); inside != 0; inside &= inside - 1) {
           const int64_t id = first + __builtin_ctz(inside);
           if (id >= vocab_) break;
@@ -214,7 +252,7 @@ class Row {
   int64_t place_of_equal(float value, int64_t number) const {
     for (int64_t first = 0; first < size_; first += kRegisterLanes) {
       FloatRegister values;
-      std::memcpy(&values, values_.data() + first, sizeof values);
+      std::memcpy(&values, values_ + first, sizeof values);
       uint32_t equal = bits_of(values == value);
       const int64_t count = __builtin_popcount(equal);
       if (number > count) {
@@ -227,20 +265,68 @@ class Row {
     return 0;
   }
 
-  // Computes the weights of all tokens, relative to that of the likeliest. Returns their sum.
-  double weigh(double temperature) {
+  // Computes the weights of all tokens, relative to that of the likeliest.
+  Mass weigh(double temperature) {
     const float scale = static_cast<float>(std::min<double>(kLog2OfE / temperature, FLT_MAX));
-    double sum = 0.0;
+    double total = 0.0;
+    // Of the logarithms and their squares. Their rounding errors do not matter: they only say where to look first.
+    Floats first = 0.0f, second = 0.0f;
+    const Floats least = -126.0f;
     for (int64_t start = 0; start < size_; start += kBlock) {
       Floats of_block = 0.0f;
       for (int64_t i = start; i < start + kBlock; i += kLanes) {
-        const Floats weights = exp2_of_negative((load_floats(values_.data() + i) - largest_) * scale);
+        const Floats logs = (load_floats(values_ + i) - largest_) * scale;
+        const Floats weights = exp2_of_negative(logs);
         store_floats(weights_.data() + i, weights);
         of_block += weights;
+        // Weights below that are 0, and a product with -inf would be NaN.
+        const Floats clipped = larger(logs, least);
+        const Floats product = weights * clipped;
+        first += product;
+        second += product * clipped;
       }
-      sum += sum_of_lanes(of_block);
+      total += sum_of_lanes(of_block);
     }
-    return sum;
+    const double mean = sum_of_lanes(first) / total;
+    return {total, mean, sum_of_lanes(second) / total - mean * mean};
+  }
+
+  // The number of blocks with a logit of at least this value.
+  int64_t num_blocks_at_least(float value) const {
+    int64_t count = 0;
+    for (const float top : tops_) count += top >= value;
+    return count;
+  }
+
+  // The amounts of tokens with values in [one, high) and in [other, high), where `one` is at least `other`. The masses
+  // are right after `weigh`.
+  void amounts(float one, float other, float high, Amount& of_one, Amount& of_other) const {
+    double mass = 0.0, other_mass = 0.0;
+    IntegerRegister counts{}, other_counts{};
+    for (size_t block = 0; block < tops_.size(); ++block) {
+      if (!(tops_[block] >= other)) continue;
+      Floats of_block = 0.0f, other_of_block = 0.0f;
+      for (int64_t i = block * kBlock; i < static_cast<int64_t>(block + 1) * kBlock; i += kLanes) {
+        const Floats values = load_floats(values_ + i), weights = load_floats(weights_.data() + i);
+        for (int p = 0; p < kRegisters; ++p) {
+          const IntegerRegister is_below = values.part[p] < high;
+          const IntegerRegister is_inside = (values.part[p] >= one) & is_below;
+          const IntegerRegister is_other = (values.part[p] >= other) & is_below;
+          counts -= is_inside;
+          other_counts -= is_other;
+          of_block.part[p] += is_inside ? weights.part[p] : FloatRegister{};
+          other_of_block.part[p] += is_other ? weights.part[p] : FloatRegister{};
+        }
+      }
+      mass += sum_of_lanes(of_block);
+      other_mass += sum_of_lanes(other_of_block);
+    }
+    of_one = {0, mass};
+    of_other = {0, other_mass};
+    for (int i = 0; i < kRegisterLanes; ++i) {
+      of_one.count += counts[i];
+      of_other.count += other_counts[i];
+    }
   }
 
   // Divides the tokens with values in [low, high) at a value between. Their mass is right after `weigh`.
@@ -249,7 +335,7 @@ class Row {
     IntegerRegister counts{};
     Floats least = INFINITY, largest = -INFINITY;
     const Floats most = INFINITY, none = -INFINITY;
-    const float* values_from = values_.data();
+    const float* values_from = values_;
     const float* weights_from = weights_.data();
     for (size_t block = 0; block < tops_.size(); ++block) {
       if (!(tops_[block] >= low)) continue;
@@ -286,18 +372,19 @@ class Row {
       // The bytes of a mask may end with the vocabulary.
       uint32_t word = i < vocab_ ? mask[i / 8] : 0;
       if (i + 8 < vocab_) word |= static_cast<uint32_t>(mask[i / 8 + 1]) << 8;
-      Floats values = load_floats(values_.data() + i);
+      Floats values = load_floats(copy_.data() + i);
       for (FloatRegister& part : values.part) {
         const IntegerRegister is_allowed = ((static_cast<int32_t>(word) - IntegerRegister{}) & bits) != 0;
         part = is_allowed ? part : -INFINITY - FloatRegister{};
         word >>= kRegisterLanes;
       }
-      store_floats(values_.data() + i, values);
+      store_floats(copy_.data() + i, values);
     }
   }
 
  private:
-  std::vector<float> values_, weights_, tops_, ordered_;
+  const float* values_ = nullptr;
+  std::vector<float> copy_, weights_, tops_, ordered_;
   int64_t vocab_ = 0, size_ = 0;
   float largest_ = 0.0f;
 };
@@ -313,55 +400,151 @@ class Order {
  public:
   Order(Row& row, double temperature, std::vector<Token>& sorted, std::vector<Token>& spare)
       : row_(row), temperature_(temperature), sorted_(sorted), spare_(spare) {
-    // Tokens that are excluded are never sorted.
-    low_ = std::max(row.value_of_blocks(kSortedBlocks), -FLT_MAX);
-    row.collect(low_, INFINITY, kMaxSorted, sorted_);
-    if (sorted_.empty()) low_ = INFINITY;
-    mass_.clear();
-    double mass = 0.0;
-    for (const Token& token : sorted_) mass_.push_back(mass += weight(token.value));
+    sorted_.clear();
   }
 
   // The mass of all tokens.
   double total() {
-    if (total_ < 0.0) total_ = row_.weigh(temperature_);
-    return total_;
+    if (!is_weighed_) mass_ = row_.weigh(temperature_);
+    is_weighed_ = true;
+    return mass_.total;
   }
 
   // The first token for which `is_there(amount of the token and all before it)`; the last one if there is none.
-  // `is_there` must stay true behind it.
+  // `is_there` must stay true behind it. `target` is the mass at which it is expected to become true, or NaN.
   template <typename Predicate>
-  Place first(Predicate is_there) {
-    for (size_t i = 0; i < sorted_.size(); ++i) {
-      const Amount through{static_cast<int64_t>(i) + 1, mass_[i]};
-      if (is_there(through)) return {sorted_[i].id, through};
-    }
-    total();
-    Amount above = sorted_.empty() ? Amount{} : Amount{static_cast<int64_t>(sorted_.size()), mass_.back()};
-    // Tokens with values from `low` up to `top`, which is below `high`, are searched. Below that, weights are 0.
-    float high = low_;
-    const double lowest = row_.largest() - 126.0 / kLog2OfE * temperature_;
-    Division division = row_.divided(-INFINITY, static_cast<float>(std::max<double>(lowest, -FLT_MAX)), high);
-    float low = division.least, top = value_of(key_of(high) - 1);
-    int64_t count = division.upper.count;
-    for (int pass = 0; count > kMaxSorted / 2 && low < top; ++pass) {
-      const float middle = between(low, top, pass);
-      division = row_.divided(low, middle, high);
-      const Amount upper = division.upper;
-      if (is_there(Amount{above.count + upper.count, above.mass + upper.mass})) {
-        low = division.least;
-        count = upper.count;
-      } else {
-        high = middle;
-        top = division.largest_below;
-        above.count += upper.count;
-        above.mass += upper.mass;
-        count -= upper.count;
+  Place first(double target, Predicate is_there) {
+    Guess guess = guessed(target);
+    if (is_sorted_ || !is_far(guess.value)) {
+      sort_top();
+      for (size_t i = 0; i < sorted_.size(); ++i) {
+        const Amount through{static_cast<int64_t>(i) + 1, masses_[i]};
+        if (is_there(through)) return {sorted_[i].id, through};
       }
     }
-    if (low == top) return first_of_equals(low, count, above, is_there);
-    row_.collect(low, high, INT64_MAX, spare_);
-    Place found{sorted_.empty() ? row_.likeliest() : sorted_.back().id, above};
+    total();
+    // The token is below `high`, and not below `low` if that is known.
+    Bound high = below_sorted(), low = kUnknown;
+    for (const Bound& bound : bounds_) {
+      if (is_there(bound.through)) {
+        if (bound.value > low.value) low = bound;
+      } else if (bound.value < high.value) {
+        high = bound;
+      }
+    }
+    // Sums of the same masses in another order may differ in their last places.
+    if (!(low.value < high.value)) low = kUnknown;
+    for (int i = 0; i < kGuesses && !is_near(low, high); ++i) {
+      if (!improve(guess, target, low, high, is_there)) break;
+    }
+    if (is_near(low, high)) {
+      row_.collect(low.value, high.value, INT64_MAX, spare_);
+      if (!spare_.empty()) return first_of_spare(high.through, is_there);
+    }
+    return halved(low, high, is_there);
+  }
+
+  // The amount of tokens whose weight is at least `least`.
+  Amount at_least(double least, double log_least) {
+    const double lowest = std::max<double>(row_.largest() + log_least * temperature_, -FLT_MAX);
+    if (!is_sorted_ && is_far(static_cast<float>(lowest))) {
+      total();
+      return row_.amount(static_cast<float>(lowest), INFINITY);
+    }
+    sort_top();
+    size_t count = 0;
+    while (count < sorted_.size() && weight(sorted_[count].value) >= least) ++count;
+    Amount found{static_cast<int64_t>(count), count == 0 ? 0.0 : masses_[count - 1]};
+    if (count < sorted_.size()) return found;
+    total();
+    const Amount more = row_.amount(static_cast<float>(lowest), low_);
+    return {found.count + more.count, found.mass + more.mass};
+  }
+
+ private:
+  // Where a place is expected, and how far from there it may be.
+  struct Guess {
+    float value;
+    float reach;
+  };
+
+  static constexpr Bound kUnknown{-INFINITY, {}};
+
+  // The sorted tokens.
+  Bound below_sorted() const {
+    if (sorted_.empty()) return {INFINITY, {}};
+    return {low_, {static_cast<int64_t>(sorted_.size()), masses_.back()}};
+  }
+
+  double weight(float value) const {
+    return exp_of_negative((static_cast<double>(value) - row_.largest()) / temperature_);
+  }
+
+  void sort_top() {
+    if (is_sorted_) return;
+    is_sorted_ = true;
+    // Tokens that are excluded are never sorted.
+    low_ = std::max(row_.value_of_blocks(kSortedBlocks), -FLT_MAX);
+    row_.collect(low_, INFINITY, kMaxSorted, sorted_);
+    if (sorted_.empty()) low_ = INFINITY;
+    masses_.clear();
+    double mass = 0.0;
+    for (const Token& token : sorted_) masses_.push_back(mass += weight(token.value));
+  }
+
+  // Whether more tokens than are sorted are above a value. False for NaN.
+  bool is_far(float value) const {
+    return row_.num_blocks_at_least(value) > static_cast<int64_t>(2 * kSortedBlocks);
+  }
+
+  static bool is_near(const Bound& low, const Bound& high) {
+    return low.value > -INFINITY && low.through.count - high.through.count <= kMaxSorted / 2;
+  }
+
+  // The value at which the tokens above have this mass, if the mass is normally distributed over the logits.
+  Guess guessed(double target) const {
+    if (!is_weighed_ || !(target > 0.0 && target < mass_.total && mass_.variance > 0.0)) return {NAN, 0.0f};
+    const double deviation = std::sqrt(mass_.variance), away = normal_quantile(target / mass_.total);
+    const double log_weight = std::min(mass_.mean + deviation * away, 0.0);
+    const double logit = temperature_ / kLog2OfE;
+    // The number of tokens in an interval is its mass over the weight of each.
+    const double each = exp_of_negative(log_weight / kLog2OfE);
+    const double density = mass_.total * 0.39894228 * exp_of_negative(-away * away / 2) / deviation / each;
+    return {static_cast<float>(row_.largest() + log_weight * logit),
+            static_cast<float>(kGuessedTokens / 2 / density * logit)};
+  }
+
+  // Looks at both ends of a guess, moves the bounds, and the guess to where the place should be after that. Returns
+  // whether another pass with it makes sense.
+  template <typename Predicate>
+  bool improve(Guess& guess, double target, Bound& low, Bound& high, Predicate is_there) {
+    const float from = std::max(guess.value - guess.reach, std::max(low.value, -FLT_MAX));
+    const float to = std::min(guess.value + guess.reach, value_of(key_of(high.value) - 1));
+    if (!(from < to)) return false;
+    Amount upper, lower;
+    row_.amounts(to, from, high.value, upper, lower);
+    const Bound at_to{to, high.through + upper}, at_from{from, high.through + lower};
+    bounds_.push_back(at_to);
+    bounds_.push_back(at_from);
+    if (is_there(at_to.through)) {
+      low = at_to;
+    } else if (is_there(at_from.through)) {
+      high = at_to;
+      low = at_from;
+    } else {
+      high = at_from;
+    }
+    const double num_tokens = static_cast<double>(lower.count - upper.count), mass = lower.mass - upper.mass;
+    if (!(num_tokens > 0.0 && mass > 0.0)) return false;
+    const double width = static_cast<double>(to) - from;
+    guess.value = static_cast<float>(from + (at_from.through.mass - target) / mass * width);
+    guess.reach = static_cast<float>(kGuessedTokens / 2 / num_tokens * width);
+    return true;
+  }
+
+  template <typename Predicate>
+  Place first_of_spare(Amount above, Predicate is_there) const {
+    Place found{spare_.front().id, above};
     for (const Token& token : spare_) {
       ++above.count;
       above.mass += weight(token.value);
@@ -369,6 +552,41 @@ class Order {
       if (is_there(above)) break;
     }
     return found;
+  }
+
+  // The same as `first`, between two bounds, by halving the interval of values.
+  template <typename Predicate>
+  Place halved(const Bound& known_low, const Bound& known_high, Predicate is_there) {
+    // Below that, weights are 0.
+    const double least = std::max<double>(row_.largest() - 126.0 / kLog2OfE * temperature_, -FLT_MAX);
+    float high = known_high.value;
+    Amount above = known_high.through;
+    // Tokens with values from `low` up to `top`, which is below `high`, are searched.
+    Division division =
+        row_.divided(-INFINITY, std::max(static_cast<float>(least), known_low.value), high);
+    // Sums of the same masses in another order may differ in their last places, so that bounds have nothing between.
+    const bool is_bounded = known_low.value > -INFINITY || known_high.value < below_sorted().value;
+    if (division.upper.count == 0 && is_bounded) return halved(kUnknown, below_sorted(), is_there);
+    float low = division.least, top = value_of(key_of(high) - 1);
+    int64_t count = division.upper.count;
+    for (int pass = 0; count > kMaxSorted / 2 && low < top; ++pass) {
+      const float middle = between(low, top, pass);
+      division = row_.divided(low, middle, high);
+      const Amount upper = division.upper;
+      if (is_there(above + upper)) {
+        low = division.least;
+        count = upper.count;
+      } else {
+        high = middle;
+        top = division.largest_below;
+        above = above + upper;
+        count -= upper.count;
+      }
+    }
+    if (low == top) return first_of_equals(low, count, above, is_there);
+    row_.collect(low, high, INT64_MAX, spare_);
+    if (!spare_.empty()) return first_of_spare(above, is_there);
+    return {sorted_.empty() ? row_.likeliest() : sorted_.back().id, above};
   }
 
   // The same among `count` tokens of one value, behind those `above`.
@@ -387,41 +605,28 @@ class Order {
     return {row_.place_of_equal(value, low), {above.count + low, above.mass + low * each}};
   }
 
-  // The amount of tokens whose weight is at least `least`.
-  Amount at_least(double least, double log_least) {
-    size_t count = 0;
-    while (count < sorted_.size() && weight(sorted_[count].value) >= least) ++count;
-    Amount found{static_cast<int64_t>(count), count == 0 ? 0.0 : mass_[count - 1]};
-    if (count < sorted_.size()) return found;
-    total();
-    const double lowest = row_.largest() + log_least * temperature_;
-    const Amount more = row_.amount(static_cast<float>(std::max<double>(lowest, -FLT_MAX)), low_);
-    return {found.count + more.count, found.mass + more.mass};
-  }
-
- private:
-  double weight(float value) const {
-    return exp_of_negative((static_cast<double>(value) - row_.largest()) / temperature_);
-  }
-
   Row& row_;
   double temperature_;
   // The sorted tokens, whose values are at least `low_`, and the mass through each.
   std::vector<Token>& sorted_;
   std::vector<Token>& spare_;
-  std::vector<double> mass_;
-  float low_;
-  double total_ = -1.0;
+  std::vector<double> masses_;
+  float low_ = INFINITY;
+  bool is_sorted_ = false;
+  Mass mass_{};
+  bool is_weighed_ = false;
+  // Amounts that earlier passes have found.
+  std::vector<Bound> bounds_;
 };
 
 int64_t drawn(Order& order, const SampledRow& row, int64_t vocab) {
   Amount kept{vocab, -1.0};
   if (row.top_k < vocab) {
-    kept = order.first([&](const Amount& through) { return through.count >= row.top_k; }).through;
+    kept = order.first(NAN, [&](const Amount& through) { return through.count >= row.top_k; }).through;
   }
   if (row.top_p < 1.0) {
     const double least = row.top_p * (kept.mass < 0.0 ? order.total() : kept.mass);
-    const Amount limit = order.first([&](const Amount& through) { return through.mass >= least; }).through;
+    const Amount limit = order.first(least, [&](const Amount& through) { return through.mass >= least; }).through;
     if (limit.count < kept.count) kept = limit;
   }
   if (row.min_p > 0.0) {
@@ -430,12 +635,12 @@ int64_t drawn(Order& order, const SampledRow& row, int64_t vocab) {
   }
   const double point = row.uniform * (kept.mass < 0.0 ? order.total() : kept.mass);
   return order
-      .first([&](const Amount& through) { return through.mass > point || through.count >= kept.count; })
+      .first(point, [&](const Amount& through) { return through.mass > point || through.count >= kept.count; })
       .id;
 }
 
 void adjust(Row& memory, const float* logits, const SampledRow& row, int64_t vocab) {
-  float* values = memory.values();
+  float* values = memory.changed_values();
   for (int64_t i = 0; i < row.num_seen; ++i) {
     // Image placeholders may have ids beyond the vocabulary of the logits.
     if (row.seen_ids[i] >= vocab) continue;
@@ -457,7 +662,7 @@ void adjust(Row& memory, const float* logits, const SampledRow& row, int64_t voc
   memory.find_tops();
   if (row.mask != nullptr && memory.largest() == -INFINITY) {
     // A constraint is stronger than biases and `min_tokens`.
-    memory.load(logits, vocab);
+    memory.load(logits, vocab, true);
     memory.exclude(row.mask);
     memory.find_tops();
     if (memory.largest() == -INFINITY) {
@@ -471,7 +676,7 @@ void adjust(Row& memory, const float* logits, const SampledRow& row, int64_t voc
 
 // Log probabilities of the raw logits: of the likeliest tokens, and room for the sampled one.
 double report(Row& memory, const SampledRow& row, int64_t vocab, std::vector<Token>& sorted) {
-  const double log_total = memory.largest() + log_of(memory.weigh(1.0));
+  const double log_total = memory.largest() + log_of(memory.weigh(1.0).total);
   const int64_t wanted = std::min(row.num_logprobs, vocab);
   if (wanted > 0) {
     memory.collect(memory.value_of_blocks(wanted), INFINITY, INT64_MAX, sorted);
@@ -544,7 +749,7 @@ int64_t sampled(Row& memory, const float* logits, const SampledRow& row, int64_t
     return row.num_likeliest == 0 ? likeliest(logits, vocab)
                                   : likeliest_of(logits, vocab, row.likeliest_ids, row.num_likeliest);
   }
-  memory.load(logits, vocab);
+  memory.load(logits, vocab, !is_plain(row));
   double log_total = 0.0;
   if (row.num_logprobs >= 0) {
     memory.find_tops();

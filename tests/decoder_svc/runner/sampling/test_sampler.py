@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -395,6 +396,60 @@ def test_flat_rows_of_a_large_vocabulary_get_the_references_tokens(spread: float
         possible = sampling_reference.possible_tokens(row_logits, one.params, point, 1e-4)
         # Equal logits have one order here and another one there.
         assert row_logits[token_id] in {row_logits[each] for each in possible}
+
+
+def _heaps(noise: torch.Tensor) -> torch.Tensor:
+    """Two groups of tokens with nothing between them."""
+    logits = noise * 0.05
+    logits[:, ::3] -= 6.0
+    return logits
+
+
+def _excluded(noise: torch.Tensor) -> torch.Tensor:
+    """A padded vocabulary: many logits are -inf."""
+    logits = noise.clone()
+    logits[:, 3000:] = -math.inf
+    return logits
+
+
+def _spike(noise: torch.Tensor) -> torch.Tensor:
+    """One likely token over tens of thousands of equal ones."""
+    logits = noise * 0.0
+    logits[:, 77] = 9.0
+    return logits
+
+
+# Distributions of logits, most of which are far from the normal one.
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda noise: noise,
+    "steps": lambda noise: noise.mul(2).round() / 2,
+    "heavy tails": lambda noise: (noise / noise.roll(1, 1)).clamp(-30, 30),
+    "one side": lambda noise: -noise.abs().log().abs(),
+    "other side": lambda noise: noise.abs().log().clamp(min=-20),
+    "even": lambda noise: torch.linspace(0, -4, noise.shape[1]).expand(noise.shape).contiguous(),
+    "heaps": _heaps,
+    "excluded": _excluded,
+    "spike": _spike,
+}
+
+
+@pytest.mark.parametrize("vocab", [49_152, 49_155])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_draws_from_any_distribution_are_the_references(shape: str, vocab: int) -> None:
+    """A place far down is sought where it would be in a normal distribution, and must be found where it is."""
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 20_000, "top_p": 0.8}, {"min_p": 0.05}]
+    logits = SHAPES[shape](torch.randn(3 * len(kinds), vocab, generator=torch.Generator().manual_seed(2)))
+    before = logits.clone()
+    rows = [
+        row(SamplingParams(temperature=temperature, seed=seed, **kind))
+        for seed, (kind, temperature) in enumerate(itertools.product(kinds, (0.3, 0.8, 4.0)))
+    ]
+    token_ids, _ = sample(logits, rows)
+    assert torch.equal(logits, before)
+    for one, row_logits, token_id in zip(rows, logits.double().numpy(), token_ids, strict=True):
+        point = sampling_reference.uniform(one.params.seed or 0, 0)
+        possible = sampling_reference.possible_tokens(row_logits, one.params, point, 1e-5)
+        assert row_logits[token_id] in {row_logits[each] for each in possible}, one.params
 
 
 @pytest.mark.parametrize("vocab", [2, 5, 63, 64, 200, 1000, 49_155])
