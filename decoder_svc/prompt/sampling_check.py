@@ -132,7 +132,9 @@ def fixed_sampling(token_ids: Sequence[int], num_logprobs: int | None, limits: S
 
     Raises InvalidParameterError for too many alternatives per token.
     """
-    number = _integer("logprobs", num_logprobs, 0, limits.max_logprobs, 0)
+    number = num_logprobs or 0
+    if not 0 <= number <= limits.max_logprobs:
+        raise InvalidParameterError("logprobs", f"must be in [0, {limits.max_logprobs}], got {shown(number)}")
     params = SamplingParams(
         max_tokens=len(token_ids),
         constraint=Constraint(ConstraintKind.FIXED_TOKENS, fixed_tokens(token_ids)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import string
@@ -126,12 +127,23 @@ def _part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str], str]) ->
 def _object(field: str, text: str) -> dict[str, Any]:
     """Returns a JSON object; an empty text is one without content. Raises InvalidParameterError."""
     try:
-        value = json.loads(text, parse_constant=no_constant) if text else {}
+        objects = functools.partial(_with_names_once, field)
+        value = json.loads(text, parse_constant=no_constant, object_pairs_hook=objects) if text else {}
     except (ValueError, RecursionError):
         raise InvalidParameterError(field, "is no JSON") from None
     if not isinstance(value, dict):
         raise InvalidParameterError(field, "must be a JSON object")
     return value
+
+
+def _with_names_once(field: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object. Of two values with one name, such as two types of an argument, only the last would count."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise InvalidParameterError(field, f"an object has the name {name[:64]!r} twice")
+        found[name] = value
+    return found
 
 
 def _object_or_text(text: str) -> dict[str, Any] | str:

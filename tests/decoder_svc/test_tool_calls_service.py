@@ -236,6 +236,7 @@ REFUSED: dict[str, tuple[Callable[[pb.GenerateParams], object], str]] = {
     "twice": (_tool(name="stop"), "chat.tools[1].name"),
     "no JSON": (_tool(parameters="{"), "chat.tools[0].parameters"),
     "no object": (_tool(parameters="[]"), "chat.tools[0].parameters"),
+    "a name twice": (_tool(parameters='{"properties": {"x": {}, "x": {}}}'), "chat.tools[0].parameters"),
     "not of an object": (_tool(parameters='{"type": "array"}'), "chat.tools[0].parameters"),
     "keyword": (_tool(parameters='{"type": "object", "if": {}}'), "chat.tools"),
     "unknown choice": (lambda p: p.chat.tool_choice.MergeFrom(pb.ToolChoice(name="x")), "chat.tool_choice.name"),

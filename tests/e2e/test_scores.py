@@ -61,6 +61,7 @@ def test_wrong_values_are_named(stack: LocalStack) -> None:
             ([""], {}, "continuations[0]"),
             (["yes"], {"temperature": 0.5}, "temperature"),
             (["yes"], {"logprobs": -1}, "logprobs"),
+            (["yes"], {"logprobs": 10_000}, "logprobs"),
         ):
             with pytest.raises(InvalidParameterError) as caught:
                 client.score("x", continuations, **options)  # type: ignore[arg-type]
