@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.scheduling.place_sharing import PlaceSharing
 from decoder_svc.scheduling.request import Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand
@@ -42,8 +43,7 @@ from decoder_svc.scheduling.scheduler_output import (
 )
 from decoder_svc.scheduling.speculation import Speculation
 from decoder_svc.scheduling.step_results import StepResults
-from decoder_svc.scheduling.tenant_places import TenantPlaces
-from decoder_svc.scheduling.tenant_turns import TenantTurns
+from decoder_svc.scheduling.tenant_shares import TenantShares
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
@@ -69,11 +69,13 @@ class Scheduler:
         self._chunk_size = ChunkSize(limits, kv_cache.block_size)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
-        self._turns = TenantTurns()
-        self._places = TenantPlaces()
+        self._tenants = TenantShares()
         # In serving order.
         self._running: list[Request] = []
         self._waiting = WaitingQueue(kv_cache, clock)
+        self._place_sharing = PlaceSharing(
+            self._tenants, self._waiting, kv_cache, self._row_demand, self._chunk_size, limits.max_num_seqs
+        )
         self._released: list[RequestId] = []
         self.speculation = Speculation(limits.speculation, kv_cache, limits.max_context_tokens)
         self._results = StepResults(kv_cache, self._row_demand, self.speculation, limits.max_context_tokens, clock)
@@ -115,8 +117,7 @@ class Scheduler:
         """Queues a request that has passed the admission checks."""
         request.is_private = any(self.encoder_cache.is_forgotten(item.key) for item in request.prompt.images)
         self._requests[request.request_id] = request
-        self._turns.add(request)
-        self._places.add(request)
+        self._tenants.add(request)
         self._row_demand.add(request)
         self._waiting.add(request)
 
@@ -126,7 +127,8 @@ class Scheduler:
         step = StepInProgress(self.limits.max_num_batched_tokens)
         self._row_demand.begin_step()
         self.kv_cache.begin_step()
-        self._share_places()
+        for yielding, turn in self._place_sharing.yielding(self._running, len(self._requests)):
+            self._preempt(yielding, turn)
         self._schedule_running(step)
         if not step.has_preempted:
             self._schedule_waiting(step)
@@ -249,43 +251,6 @@ class Scheduler:
             assert self.encoder_cache.num_uses() == 0, "rows are needed without a request"
 
     # Assembling a step.
-
-    def _share_places(self) -> None:
-        """Lets requests of tenants with less than their share start before the others', in place of running ones.
-
-        Each request claims a place or blocks once, and only when it could start.
-        """
-        if self._places.num_tenants < 2 or not len(self._waiting):
-            return
-        (head,) = self._waiting.first(1)
-        num_free = self.limits.max_num_seqs - len(self._running)
-        # Without free blocks there are no more places than are taken, and one for which others give theirs.
-        is_short = num_free > 0 and not self.kv_cache.can_admit(head, self._waiting.prefix_hit(head, may_be_old=False))
-        num_places = len(self._running) + 1 if is_short else min(self.limits.max_num_seqs, len(self._requests))
-        claims = self._places.claims(num_places)
-        if claims is None:
-            return
-        latest_turn = self._turns.now(head.priority) + claims.max_lead
-        claimants = self._waiting.bring_forward(claims.num_places, latest_turn, self._row_demand.restart)
-        for request in claimants:
-            hit = self._waiting.prefix_hit(request, may_be_old=False)
-            if request.has_claimed or not self._has_rows_to_start(request, hit):
-                continue
-            while num_free <= 0 or not self.kv_cache.can_admit(request, hit):
-                yielding = self._places.request_to_yield(self._running, request, claims.share)
-                if yielding is None:
-                    return
-                self._preempt(yielding, turn=max(yielding.turn, claimants[-1].turn + 1))
-                request.has_claimed = True
-                num_free += 1
-            num_free -= 1
-
-    def _has_rows_to_start(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a waiting request whose tokens are known could start now, if it had a place and blocks."""
-        if request.num_unknown_tokens > 0 or self.kv_cache.finds_more_next_step(request, hit):
-            return False
-        stop = self._row_demand.runnable_stop(request, hit.num_tokens)
-        return stop >= hit.num_tokens + self._chunk_size.least(request, hit.num_tokens)
 
     def _schedule_running(self, step: StepInProgress) -> None:
         index = 0
@@ -431,8 +396,7 @@ class Scheduler:
 
     def _admit(self, request: Request, hit: PrefixHit, step: StepInProgress) -> None:
         self._waiting.remove(request)
-        self._turns.serve(request)
-        self._places.start(request)
+        self._tenants.start(request)
         request.state = RequestState.RUNNING
         enqueue(self._running, request)
         self.kv_cache.admit(request, hit)
@@ -448,7 +412,7 @@ class Scheduler:
         With `turn`, its place is the one of this turn.
         """
         self._running.remove(request)
-        self._places.stop(request)
+        self._tenants.stop(request)
         self._free_blocks(request)
         self._row_demand.restart(request)
         request.turn = request.turn if turn is None else turn
@@ -475,16 +439,13 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         is_running = request.state is RequestState.RUNNING
         (self._running if is_running else self._waiting).remove(request)
-        if is_running:
-            self._places.stop(request)
+        self._tenants.end(request, has_run=is_running or request.num_preemptions > 0)
         self._free_blocks(request)
         self._row_demand.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.num_unknown_tokens = 0
         self.speculation.forget(request.request_id)
-        self._turns.remove(request, was_served=is_running or request.num_preemptions > 0)
-        self._places.remove(request)
         del self._requests[request.request_id]
 
     def _free_blocks(self, request: Request) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler import Scheduler
-from decoder_svc.scheduling.tenant_places import TenantPlaces
+from decoder_svc.scheduling.tenant_shares import TenantShares
 from tests.decoder_svc.scheduling.simulation import finish_step, image, request, scheduler, step
 
 
@@ -19,8 +19,8 @@ def running(target: Scheduler) -> Counter[str]:
     return Counter(one.tenant for one in target._running)
 
 
-def started(tenants: str) -> tuple[TenantPlaces, list[Request]]:
-    places = TenantPlaces()
+def started(tenants: str) -> tuple[TenantShares, list[Request]]:
+    places = TenantShares()
     found = [request(f"{tenant}{index}", 10, tenant=tenant, arrival_s=index) for index, tenant in enumerate(tenants)]
     for one in found:
         places.add(one)
@@ -50,7 +50,7 @@ def test_who_may_have_places_and_who_gives_one(
     late = [request(f"late{tenant}", 10, tenant=tenant, arrival_s=99) for tenant in waiting]
     for one in late:
         target.add(one)
-    claims = target.claims(len(tenants))
+    claims = target.claims(len(tenants), 0)
     assert (None if claims is None else claims.num_places) == places
     if claims is not None:
         one = target.request_to_yield(found, late[-1], claims.share)
@@ -58,7 +58,7 @@ def test_who_may_have_places_and_who_gives_one(
 
 
 def test_a_request_of_higher_priority_keeps_its_place() -> None:
-    places = TenantPlaces()
+    places = TenantShares()
     found = [request(f"a{index}", 4, tenant="a", priority=-1, arrival_s=index) for index in range(4)]
     for one in found:
         places.add(one)

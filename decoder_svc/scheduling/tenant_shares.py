@@ -1,4 +1,4 @@
-"""Tenants share the running batch: who may start before the others' requests, and who gives a place.
+"""Tenants share the decoder: whose turn it is, who may start before the others' requests, and who gives a place.
 
 Turns (tenant_turns.py) decide in which order requests start. They cannot help a tenant whose places were taken by
 another one's requests while it had none waiting, and running answers may be long. So a tenant that runs fewer requests
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import Request
-from decoder_svc.scheduling.tenant_turns import expected_tokens
+from decoder_svc.scheduling.request import Request, RequestState
+from decoder_svc.scheduling.tenant_turns import TenantTurns, expected_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,36 +23,45 @@ class Claims:
     share: int
     # By tenant, how many of its waiting requests may start before the others'.
     num_places: Mapping[str, int]
-    # How far the turn of such a request may lie ahead, in tokens: what an equal share of the largest tenant's running
-    # requests comes to. A tenant with few but much longer requests has had its share of the work.
-    max_lead: int
+    # The latest turn that such a request may have. It lies as far ahead, in tokens, as an equal share of the largest
+    # tenant's running requests comes to: a tenant with few but much longer requests has had its share of the work.
+    latest_turn: int
 
 
-class TenantPlaces:
-    """Counts the live and the running requests of each tenant."""
+class TenantShares:
+    """Gives requests their turns, and counts the live and the running ones of each tenant."""
 
     def __init__(self) -> None:
+        self._turns = TenantTurns()
         self._num_live: Counter[str] = Counter()
         self._num_running: Counter[str] = Counter()
         # Tokens of the running requests.
         self._num_tokens: Counter[str] = Counter()
 
     def add(self, request: Request) -> None:
-        """Counts a request that has arrived."""
+        """Sets the turn of a request that has arrived, and counts it."""
+        self._turns.add(request)
         self._num_live[request.tenant] += 1
 
     def start(self, request: Request) -> None:
         """Counts a request that runs from now on."""
+        self._turns.serve(request)
         self._num_running[request.tenant] += 1
         self._num_tokens[request.tenant] += expected_tokens(request)
 
     def stop(self, request: Request) -> None:
-        """Counts a request that was preempted, or that ended while it ran."""
+        """Counts a request that was preempted."""
         self._num_running[request.tenant] -= 1
         self._num_tokens[request.tenant] -= expected_tokens(request)
 
-    def remove(self, request: Request) -> None:
-        """Forgets a request that has ended, and its tenant if it was the last one."""
+    def end(self, request: Request, *, has_run: bool) -> None:
+        """Forgets a request that has ended, and its tenant if it was the last one.
+
+        `has_run`: it runs until now, or did before it was preempted.
+        """
+        if request.state is RequestState.RUNNING:
+            self.stop(request)
+        self._turns.remove(request, was_served=has_run)
         self._num_live[request.tenant] -= 1
         if self._num_live[request.tenant] == 0:
             for counts in (self._num_live, self._num_running, self._num_tokens):
@@ -63,23 +72,25 @@ class TenantPlaces:
         """Number of tenants with live requests."""
         return len(self._num_live)
 
-    def claims(self, num_places: int) -> Claims | None:
+    def claims(self, num_places: int, priority: int) -> Claims | None:
         """Returns what tenants may have before others; None if no tenant waits with less than an equal share.
 
-        `num_places` requests can run if some of those that run give their places.
+        `num_places` requests can run if some of those that run give their places. The requests that come first have
+        this priority.
         """
         share = num_places // len(self._num_live)
         if share == 0 or not self._num_running.total():
             return None
         largest = max(self._num_running, key=self._num_running.__getitem__)
-        num_places = {
+        lacking = {
             tenant: share - self._num_running[tenant]
             for tenant, num_live in self._num_live.items()
             if self._num_running[tenant] < min(share, num_live)
         }
-        if not num_places:
+        if not lacking:
             return None
-        return Claims(share, num_places, share * self._num_tokens[largest] // self._num_running[largest])
+        max_lead = share * self._num_tokens[largest] // self._num_running[largest]
+        return Claims(share, lacking, self._turns.now(priority) + max_lead)
 
     def request_to_yield(self, running: Sequence[Request], claimant: Request, share: int) -> Request | None:
         """Returns the running request that gives its place to a claimant; None if none should.
