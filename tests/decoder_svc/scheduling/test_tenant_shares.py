@@ -53,8 +53,8 @@ def test_who_may_have_places_and_who_gives_one(
     claims = target.claims(len(tenants), 0)
     assert (None if claims is None else claims.num_places) == places
     if claims is not None:
-        one = target.request_to_yield(found, late[-1], claims.share)
-        assert (None if one is None else one.request_id) == yields
+        yielding = target.request_to_yield(found, late[-1], claims.share)
+        assert (None if yielding is None else yielding.request_id) == yields
 
 
 def test_a_request_of_higher_priority_keeps_its_place() -> None:
