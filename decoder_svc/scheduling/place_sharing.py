@@ -55,15 +55,26 @@ class PlaceSharing:
             hit = self._hit(request)
             if request.has_claimed or not self._could_start(request, hit):
                 continue
-            while num_free <= 0 or not self._kv_cache.can_admit(request, hit):
-                latest = self._tenants.request_to_yield(running, request, claims.share)
-                if latest is None:
-                    return
-                # It waits behind all that came forward.
-                yield latest, max(latest.turn, claimants[-1].turn + 1)
+            latest = list(self._tenants.requests_to_yield(running, request, claims.share))
+            if not self._would_fit(request, hit, num_free, latest):
+                continue
+            for yielding in latest:
+                if num_free > 0 and self._kv_cache.can_admit(request, hit):
+                    break
+                # It waits behind all that came forward. Turns of other priorities have nothing to do with these.
+                is_equal = yielding.priority == request.priority
+                yield yielding, max(yielding.turn, claimants[-1].turn + 1) if is_equal else yielding.turn
                 request.has_claimed = True
                 num_free += 1
             num_free -= 1
+
+    def _would_fit(self, request: Request, hit: PrefixHit, num_free: int, yielding: Sequence[Request]) -> bool:
+        """Whether a request could start if these gave their places. Their blocks may be shared: then it may not."""
+        if num_free + len(yielding) <= 0:
+            return False
+        num_blocks = sum(len(self._kv_cache.block_table(one.request_id)) for one in yielding)
+        num_needed = self._kv_cache.num_blocks_for_admission(request, hit)
+        return num_needed <= self._kv_cache.pool.num_free_blocks + num_blocks
 
     def _hit(self, request: Request) -> PrefixHit:
         return self._waiting.prefix_hit(request, may_be_old=False)

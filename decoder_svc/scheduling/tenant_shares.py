@@ -8,7 +8,7 @@ than an equal share may start before the others, and the tenant that runs most g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.request import Request, RequestState
@@ -57,11 +57,12 @@ class TenantShares:
     def end(self, request: Request, *, has_run: bool) -> None:
         """Forgets a request that has ended, and its tenant if it was the last one.
 
-        `has_run`: it runs until now, or did before it was preempted.
+        `has_run`: it runs until now, or did before it was preempted. One for which others gave their places counts like
+        one that has run, so that a client cannot have places given again and again by cancelling.
         """
         if request.state is RequestState.RUNNING:
             self.stop(request)
-        self._turns.remove(request, was_served=has_run)
+        self._turns.remove(request, was_served=has_run or request.has_claimed)
         self._num_live[request.tenant] -= 1
         if self._num_live[request.tenant] == 0:
             for counts in (self._num_live, self._num_running, self._num_tokens):
@@ -76,11 +77,11 @@ class TenantShares:
         """Returns what tenants may have before others; None if no tenant waits with less than an equal share.
 
         `num_places` requests can run if some of those that run give their places. The requests that come first have
-        this priority.
+        this priority. If there are more tenants than places, a share is one place, and some have none for a while.
         """
-        share = num_places // len(self._num_live)
-        if share == 0 or not self._num_running.total():
+        if not self._num_running.total():
             return None
+        share = max(1, num_places // len(self._num_live))
         largest = max(self._num_running, key=self._num_running.__getitem__)
         lacking = {
             tenant: share - self._num_running[tenant]
@@ -92,14 +93,22 @@ class TenantShares:
         max_lead = share * self._num_tokens[largest] // self._num_running[largest]
         return Claims(share, lacking, self._turns.now(priority) + max_lead)
 
-    def request_to_yield(self, running: Sequence[Request], claimant: Request, share: int) -> Request | None:
-        """Returns the running request that gives its place to a claimant; None if none should.
+    def requests_to_yield(self, running: Sequence[Request], claimant: Request, share: int) -> Iterator[Request]:
+        """Yields the running requests that give their places to a claimant, one after the other, as long as it asks.
 
-        It is the latest one of the tenant that runs most, if that is more than its share, unless it has a higher
-        priority than the claimant.
+        Each is the latest one of the tenant that then runs most, if that is more than its share. Those with a higher
+        priority than the claimant stay.
         """
-        largest = max(self._num_running, key=self._num_running.__getitem__)
-        if self._num_running[largest] <= max(share, 1):
-            return None
-        latest = max((one for one in running if one.tenant == largest), key=lambda one: one.serving_order)
-        return latest if latest.priority >= claimant.priority else None
+        num_running = Counter(self._num_running)
+        latest: dict[str, list[Request]] = {}
+        for request in running:
+            if request.priority >= claimant.priority:
+                latest.setdefault(request.tenant, []).append(request)
+        while latest:
+            largest = max(latest, key=num_running.__getitem__)
+            if num_running[largest] <= share:
+                return
+            num_running[largest] -= 1
+            yield latest[largest].pop()
+            if not latest[largest]:
+                del latest[largest]

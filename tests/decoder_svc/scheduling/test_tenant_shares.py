@@ -31,20 +31,22 @@ def started(tenants: str) -> tuple[TenantShares, list[Request]]:
 @pytest.mark.parametrize(
     ("tenants", "waiting", "places", "yields"),
     [
-        ("aaaa", "b", {"b": 2}, "a3"),
-        ("aaab", "b", {"b": 1}, "a2"),
+        ("aaaa", "b", {"b": 2}, ["a3", "a2"]),
+        ("aaab", "b", {"b": 1}, ["a2"]),
         ("aabb", "b", None, None),
         ("aabb", "a", None, None),
         ("aaaa", "a", None, None),
-        ("aabb", "c", {"c": 1}, "a1"),
-        ("aabbbb", "ac", {"c": 2}, "b5"),
-        ("abcd", "e", None, None),
-        ("a", "b", None, None),
-        ("aaa", "b", {"b": 1}, "a2"),
+        ("aabb", "c", {"c": 1}, ["a1", "b3"]),
+        ("aabbbb", "ac", {"c": 2}, ["b5", "b4"]),
+        ("aaa", "b", {"b": 1}, ["a2", "a1"]),
+        # With more tenants than places, a share is one place.
+        ("abcd", "e", {"e": 1}, []),
+        ("a", "b", {"b": 1}, []),
+        ("aabc", "defg", {"d": 1, "e": 1, "f": 1, "g": 1}, ["a1"]),
     ],
 )
 def test_who_may_have_places_and_who_gives_one(
-    tenants: str, waiting: str, places: dict[str, int] | None, yields: str | None
+    tenants: str, waiting: str, places: dict[str, int] | None, yields: list[str] | None
 ) -> None:
     target, found = started(tenants)
     late = [request(f"late{tenant}", 10, tenant=tenant, arrival_s=99) for tenant in waiting]
@@ -53,8 +55,8 @@ def test_who_may_have_places_and_who_gives_one(
     claims = target.claims(len(tenants), 0)
     assert (None if claims is None else claims.num_places) == places
     if claims is not None:
-        yielding = target.request_to_yield(found, late[-1], claims.share)
-        assert (None if yielding is None else yielding.request_id) == yields
+        yielding = target.requests_to_yield(found, late[-1], claims.share)
+        assert [one.request_id for one in yielding] == yields
 
 
 def test_a_request_of_higher_priority_keeps_its_place() -> None:
@@ -63,8 +65,14 @@ def test_a_request_of_higher_priority_keeps_its_place() -> None:
     for one in found:
         places.add(one)
         places.start(one)
-    assert places.request_to_yield(found, request("b", 4, tenant="b"), 2) is None
-    assert places.request_to_yield(found, request("b", 4, tenant="b", priority=-1), 2) is found[-1]
+    assert not list(places.requests_to_yield(found, request("b", 4, tenant="b"), 2))
+    assert list(places.requests_to_yield(found, request("b", 4, tenant="b", priority=-1), 2)) == [found[3], found[2]]
+    # Another tenant with more than its share gives a place instead.
+    for index in range(3):
+        found.append(request(f"c{index}", 4, tenant="c", arrival_s=10 + index))
+        places.add(found[-1])
+        places.start(found[-1])
+    assert list(places.requests_to_yield(found, request("b", 4, tenant="b"), 2)) == [found[-1]]
 
 
 def test_requests_that_come_together_get_their_places_together() -> None:
@@ -117,6 +125,79 @@ def test_no_place_is_given_to_a_request_that_could_not_start() -> None:
     step(target)
     assert running(target) == {"a": 1, "b": 1}
     assert target.num_preemptions == 1
+
+
+@pytest.mark.parametrize("num_small", [3, 4, 9])
+def test_more_tenants_than_places_do_not_wait_for_one_with_all_of_them(num_small: int) -> None:
+    target = scheduler(max_num_seqs=4, token_budget=200, num_blocks=1000, context=400)
+    for index in range(6):
+        target.add(request(f"a{index}", 9, arrival_s=index, max_tokens=300, tenant="a"))
+    step(target)
+    assert running(target) == {"a": 4}
+    for index in range(num_small):
+        target.add(request(f"b{index}", 9, arrival_s=20 + index, max_tokens=2, tenant=f"b{index}"))
+    for _ in range(3 * num_small):
+        step(target)
+        assert running(target)["a"] >= 1
+    assert {one.tenant for one in target.live_requests()} == {"a"}
+    # The others got no more places than those that they needed at once.
+    assert target.num_preemptions == 3
+
+
+def test_a_request_that_gives_its_place_to_one_of_higher_priority_keeps_its_turn() -> None:
+    """Turns count tokens of one priority: those of another, which got far, say nothing about them."""
+    target = scheduler(max_num_seqs=3, token_budget=400, num_blocks=1000, context=1000)
+    target.add(request("hold", 9, max_tokens=900, tenant="a"))
+    for index in range(30):
+        target.add(request(f"a{index}", 300, arrival_s=index, max_tokens=1, tenant="a"))
+    while len(target.live_requests()) > 1:
+        step(target)
+    numbers = itertools.count()
+
+    def keep_waiting() -> None:
+        live = sum(one.tenant == "b" for one in target.live_requests())
+        for number in itertools.islice(numbers, 5 - live):
+            target.add(request(f"b{number}", 9, arrival_s=50 + number, max_tokens=9, tenant="b", priority=1))
+
+    begun: list[RequestId] = []
+    for number in range(200):
+        keep_waiting()
+        if number == 4:
+            target.add(request("c", 9, arrival_s=60, max_tokens=1, tenant="c"))
+        output = step(target)
+        begun += [one.request_id for one in output.admitted if one.request_id.startswith("b")]
+    assert target.num_preemptions == 1
+    (twice,) = (name for name, count in Counter(begun).items() if count == 2)
+    # It starts again before those that came later.
+    later = int(twice[1:]) + 1
+    assert begun.index(twice, begun.index(twice) + 1) < begun.index(RequestId(f"b{later}"))
+
+
+def test_no_places_are_given_to_a_request_that_would_not_fit() -> None:
+    """Nothing is won by sending and cancelling such requests."""
+    target = scheduler(max_num_seqs=8, token_budget=400, num_blocks=100, context=400)
+    for index in range(8):
+        target.add(request(f"b{index}", 15, arrival_s=index, max_tokens=30, tenant="b"))
+    step(target)
+    assert running(target) == {"b": 8}
+    for index in range(20):
+        # It takes 91 blocks. Half of the others hold at least 16 of 100.
+        target.add(request(f"a{index}", 362, arrival_s=50, max_tokens=2, tenant="a"))
+        step(target)
+        target.abort(RequestId(f"a{index}"))
+    assert target.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("has_claimed", "turn"), [(False, 0), (True, 40)])
+def test_places_that_were_given_count_also_for_a_request_that_is_cancelled(has_claimed: bool, turn: int) -> None:
+    target, _ = started("aaaa")
+    cancelled, hold, later = (request(f"b{index}", 40, tenant="b", max_tokens=2) for index in range(3))
+    target.add(cancelled)
+    target.add(hold)
+    cancelled.has_claimed = has_claimed
+    target.end(cancelled, has_run=False)
+    target.add(later)
+    assert later.turn == hold.turn + turn
 
 
 def test_few_but_long_requests_have_no_more_than_their_share_of_the_work() -> None:

@@ -60,6 +60,11 @@ constexpr int kMeanPasses = 24;
 // Passes that look where the place is expected, and how many tokens they should find there.
 constexpr int kGuesses = 3;
 constexpr double kGuessedTokens = 384.0;
+// Sums of float32 weights are off by up to 2e-7 of the mass. A uniform number closer to 1 than this asks for one of the
+// last tokens, which they cannot tell apart: then all masses are added in float64. It is one draw in 131,072.
+constexpr double kLastTokens = 0x1p-17;
+// The largest uniform number that counts, as in the sampler of PyTorch operators.
+constexpr double kLargestUniform = 1.0 - 0x1p-40;
 
 struct Token {
   float value;
@@ -271,12 +276,13 @@ class Row {
     double total = 0.0;
     // Of the logarithms and their squares. Their rounding errors do not matter: they only say where to look first.
     Floats first = 0.0f, second = 0.0f;
-    const Floats least = -126.0f;
+    const Floats least = -126.0f, none = 0.0f;
     for (int64_t start = 0; start < size_; start += kBlock) {
       Floats of_block = 0.0f;
       for (int64_t i = start; i < start + kBlock; i += kLanes) {
         const Floats logs = (load_floats(values_ + i) - largest_) * scale;
-        const Floats weights = exp2_of_negative(logs);
+        // A number that is NaN is passed over.
+        const Floats weights = larger(exp2_of_negative(logs), none);
         store_floats(weights_.data() + i, weights);
         of_block += weights;
         // Weights below that are 0, and a product with -inf would be NaN.
@@ -442,6 +448,19 @@ class Order {
       if (!spare_.empty()) return first_of_spare(high.through, is_there);
     }
     return halved(low, high, is_there);
+  }
+
+  // The token for a draw without limits, from masses in float64.
+  int64_t last_token(double uniform) {
+    row_.collect(-FLT_MAX, INFINITY, INT64_MAX, spare_);
+    double total = 0.0, mass = 0.0;
+    for (const Token& token : spare_) total += weight(token.value);
+    const double point = std::min(uniform, kLargestUniform) * total;
+    for (const Token& token : spare_) {
+      mass += weight(token.value);
+      if (mass > point) return token.id;
+    }
+    return row_.likeliest();
   }
 
   // The amount of tokens whose weight is at least `least`.
@@ -633,6 +652,7 @@ int64_t drawn(Order& order, const SampledRow& row, int64_t vocab) {
     const Amount limit = order.at_least(row.min_p, row.log_min_p);
     if (limit.count < kept.count) kept = limit;
   }
+  if (kept.mass < 0.0 && row.uniform > 1.0 - kLastTokens) return order.last_token(row.uniform);
   const double point = row.uniform * (kept.mass < 0.0 ? order.total() : kept.mass);
   return order
       .first(point, [&](const Amount& through) { return through.mass > point || through.count >= kept.count; })
@@ -674,9 +694,17 @@ void adjust(Row& memory, const float* logits, const SampledRow& row, int64_t voc
   }
 }
 
+// Makes log probabilities of logits.
+struct LogProbs {
+  double largest;    // Subtracted first: beside a large number the logarithm would be lost.
+  double log_total;  // The logarithm of the mass, relative to the likeliest token's.
+  float operator()(float value) const { return static_cast<float>(value - largest - log_total); }
+};
+
 // Log probabilities of the raw logits: of the likeliest tokens, and room for the sampled one.
-double report(Row& memory, const SampledRow& row, int64_t vocab, std::vector<Token>& sorted) {
-  const double log_total = memory.largest() + log_of(memory.weigh(1.0).total);
+LogProbs report(Row& memory, const float* logits, const SampledRow& row, int64_t vocab, std::vector<Token>& sorted) {
+  const double total = memory.weigh(1.0).total;
+  const LogProbs log_probs{memory.largest(), log_of(total >= 1.0 ? total : NAN)};
   const int64_t wanted = std::min(row.num_logprobs, vocab);
   if (wanted > 0) {
     memory.collect(memory.value_of_blocks(wanted), INFINITY, INT64_MAX, sorted);
@@ -684,10 +712,18 @@ double report(Row& memory, const SampledRow& row, int64_t vocab, std::vector<Tok
     if (static_cast<int64_t>(sorted.size()) < wanted) memory.collect(-INFINITY, INFINITY, INT64_MAX, sorted);
     for (int64_t i = 0; i < wanted && i < static_cast<int64_t>(sorted.size()); ++i) {
       row.logprob_ids[1 + i] = sorted[i].id;
-      row.logprobs[1 + i] = static_cast<float>(sorted[i].value - log_total);
+      row.logprobs[1 + i] = log_probs(sorted[i].value);
+    }
+    // Behind all numbers come those that are NaN, which have no probability.
+    int64_t num_reported = std::min<int64_t>(wanted, sorted.size());
+    for (int64_t id = 0; id < vocab && num_reported < wanted; ++id) {
+      if (!std::isnan(logits[id])) continue;
+      ++num_reported;
+      row.logprob_ids[num_reported] = id;
+      row.logprobs[num_reported] = -INFINITY;
     }
   }
-  return log_total;
+  return log_probs;
 }
 
 // The first of the largest logits.
@@ -750,10 +786,10 @@ int64_t sampled(Row& memory, const float* logits, const SampledRow& row, int64_t
                                   : likeliest_of(logits, vocab, row.likeliest_ids, row.num_likeliest);
   }
   memory.load(logits, vocab, !is_plain(row));
-  double log_total = 0.0;
+  LogProbs log_probs{};
   if (row.num_logprobs >= 0) {
     memory.find_tops();
-    log_total = report(memory, row, vocab, sorted);
+    log_probs = report(memory, logits, row, vocab, sorted);
   }
   adjust(memory, logits, row, vocab);
   int64_t chosen;
@@ -767,7 +803,7 @@ int64_t sampled(Row& memory, const float* logits, const SampledRow& row, int64_t
   }
   if (row.num_logprobs >= 0) {
     row.logprob_ids[0] = chosen;
-    row.logprobs[0] = static_cast<float>(logits[chosen] - log_total);
+    row.logprobs[0] = log_probs(logits[chosen]);
   }
   return chosen;
 }

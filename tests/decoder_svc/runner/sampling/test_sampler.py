@@ -496,3 +496,39 @@ def test_a_mask_is_stronger_than_logits_that_are_no_numbers(temperature: float) 
     assert sample(logits[2:], [masked(params, 0, 1, 4)])[0] == [1]
     biased = replace(params, logit_bias=((1, -100.0),))
     assert sample(logits[:1], [masked(biased, 0, 1)])[0][0] in (0, 1)
+
+
+# A seed and a place in the answer, with a uniform number that is less than 4e-8 below 1.
+LAST_DRAWS = [(16, 305_229), (144, 271_915)]
+
+
+@pytest.mark.parametrize("vocab", [1000, 49_152])
+@pytest.mark.parametrize(("seed", "position"), LAST_DRAWS)
+def test_a_draw_close_to_1_gives_no_token_of_hardly_any_probability(seed: int, position: int, vocab: int) -> None:
+    """Sums of float32 weights are off by more than the mass of the last tokens."""
+    point = sampling_reference.uniform(seed, position)
+    assert 0 < 1 - point < 4e-8
+    logits = torch.randn(20, vocab, generator=torch.Generator().manual_seed(3)) * 3
+    rows = [row(SamplingParams(temperature=0.5, seed=seed), output=(0,) * position)] * 20
+    for row_logits, token_id in zip(logits.double().numpy(), sample(logits, rows)[0], strict=True):
+        weights = np.exp((row_logits - row_logits.max()) / 0.5)
+        mass_from_here_on = weights[row_logits <= row_logits[token_id]].sum() / weights.sum()
+        assert 0.99 * (1 - point) < mass_from_here_on
+        assert mass_from_here_on - weights[token_id] / weights.sum() < 1.01 * (1 - point)
+
+
+@pytest.mark.parametrize("vocab", [7, 49_152])
+def test_a_logit_that_is_no_number_is_passed_over(vocab: int) -> None:
+    if current in ("torch", "device"):
+        pytest.skip("gives such a row its first token")
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))
+    wrong, excluded = logits.clone(), logits.clone()
+    wrong[:, 3], excluded[:, 3] = torch.nan, -torch.inf
+    rows = [row(SamplingParams(seed=seed)) for seed in range(100)]
+    assert sample(wrong.expand(100, -1), rows)[0] == sample(excluded.expand(100, -1), rows)[0]
+
+
+def test_huge_logits_have_exact_log_probabilities() -> None:
+    logits = torch.tensor([[1e30] * 8, [1e30, -1e30] * 4])
+    reports = sample(logits, [row(SamplingParams(logprobs=2))] * 2)[1]
+    assert [report.top[0][1] for report in reports if report is not None] == pytest.approx([-math.log(8), -math.log(4)])
