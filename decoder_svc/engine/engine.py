@@ -171,7 +171,7 @@ class Engine:
         return self._core.counters()
 
     def _check_fits(self, prompt: Prompt, params: SamplingParams) -> None:
-        num_tokens = len(prompt.token_ids) + params.max_tokens
+        num_tokens = len(prompt.token_ids) + params.num_context_tokens
         if num_tokens > self.limits.max_context_tokens:
             raise ContextTooLongError(
                 f"prompt ({len(prompt.token_ids)}) and max_tokens ({params.max_tokens}) are {num_tokens} tokens, "

@@ -170,7 +170,7 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
     """
     params = sampling.params
     num_free = max_context_tokens - num_prompt_tokens
-    wanted = params.max_tokens if sampling.has_max_tokens else max(params.min_tokens, 1)
+    wanted = params.num_context_tokens if sampling.has_max_tokens else max(params.min_tokens, 1)
     if wanted > num_free:
         raise ContextTooLongError(
             f"{num_prompt_tokens} prompt tokens plus {wanted} to generate are over the context of {max_context_tokens}"
@@ -183,7 +183,7 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
                 f"{num_prompt_tokens} prompt tokens with {params.prompt_logprobs} others each are {num_entries} "
                 f"entries, the limit is {MAX_PROMPT_LOGPROBS}",
             )
-    return replace(params, max_tokens=min(params.max_tokens, num_free))
+    return replace(params, max_tokens=min(params.max_tokens, max(num_free, 1)))
 
 
 def _check_constraint(spec: SamplingSpec) -> None:

@@ -122,7 +122,9 @@ class Request:
     def may_grow(self, max_context_tokens: int) -> bool:
         """Whether a further token may follow, should none of the unknown ones be a stop id."""
         num_tokens = len(self.token_ids) + self.num_unknown_tokens
-        return num_tokens - self.num_prompt_tokens < self.params.max_tokens and num_tokens < max_context_tokens
+        num_new_tokens = num_tokens - self.num_prompt_tokens
+        has_room = num_tokens < max_context_tokens or self.params.num_context_tokens == 0
+        return num_new_tokens < self.params.max_tokens and has_room
 
     def finish_reason_now(self, max_context_tokens: int) -> FinishReason | None:
         """Returns the reason why the latest generated token ends the request, or None if another token may follow."""

@@ -74,6 +74,11 @@ class SamplingParams:
     pooling: Pooling | None = None
 
     @property
+    def num_context_tokens(self) -> int:
+        """Most tokens of the answer for which the context needs room: none for an embedding."""
+        return self.max_tokens if self.pooling is None else 0
+
+    @property
     def is_greedy(self) -> bool:
         """Whether every token is the most likely one."""
         return self.temperature == 0.0

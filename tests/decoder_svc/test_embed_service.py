@@ -97,3 +97,22 @@ async def test_what_is_refused_is_named() -> None:
                 await decoder.stub.Embed(request)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert str(caught.value.details()).startswith(field)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_prompt_may_fill_the_context(way: str, model: Any) -> None:
+    """Nothing is generated, so there need be no room for an answer."""
+    text = TEXTS[1]
+    async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[way]) as decoder:
+        hidden = await reference(decoder, model, text)
+    sizes = {"max_context_tokens": len(hidden), "num_kv_blocks": -(-len(hidden) // 16), "block_size": 16}
+    async with running_decoder(DEMO_MODEL, dtype="float32", **sizes, **WAYS[way]) as decoder:
+        for pooling, expected in zip(POOLINGS, (hidden[-1], hidden.mean(0)), strict=True):
+            request = pb.EmbedRequest(params=prompt(text), pooling=pooling, keep_length=True)
+            response = await decoder.stub.Embed(request)
+            assert torch.allclose(torch.tensor(response.embedding), expected, atol=2e-4)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await decoder.stub.Embed(pb.EmbedRequest(params=prompt(f"{text} more")))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="plus 1 to generate are over the context"):
+            await decoder.stub.Generate(pb.GenerateRequest(params=params(text)))
