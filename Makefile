@@ -28,7 +28,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test image-test check format lint types imports contract rules release-contract bench bench-gpu bench-peer wheels docs docs-site screenshots families clean
+.PHONY: help venv demo test parity image-test check format lint types imports contract rules release-contract bench bench-gpu bench-peer wheels docs docs-site screenshots families clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -41,6 +41,9 @@ demo: $(INSTALLED) ## start all services, draw three pictures, ask six questions
 
 test: $(INSTALLED) ## all tests, and at the end why some were skipped
 	@$(BIN)/python -m pytest -m "not image" -rfEs --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+parity: $(INSTALLED) ## tests of answers and kernels, once at each level of kernels that this processor has
+	@$(BIN)/python -m tests.at_each_level -rfEs --numprocesses $(JOBS) --dist loadfile
 
 image-test: $(INSTALLED) ## build and run both images with buildah, as root, from LOOKONCE_IMAGE_BASE
 	@$(BIN)/python -m pytest -m image -rs tests/k8s/test_image_build.py

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -45,22 +47,34 @@ def error_of(answer: tuple[int, bytes]) -> tuple[int, str, str]:
     return answer[0], error["code"], error["message"]
 
 
+@contextlib.contextmanager
+def without_listener(target: str) -> Iterator[None]:
+    """Keeps the address of a server that has ended: the next test that needs a free port might get it."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        host, port = target.rsplit(":", 1)
+        bound.bind((host, int(port)))
+        yield
+
+
 async def test_without_a_decoder_calls_are_unavailable_soon_and_the_address_is_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They hung for ten minutes, and then told where the decoder had been."""
     with FakeServer() as server:
-        async with running_gateway(server.target) as gateway:
+        target = server.target
+        async with running_gateway(target) as gateway:
             assert (await gateway.post(PATH, json.dumps(CHAT).encode()))[0] == 200
             server.close()
-            make_hasty(monkeypatch)
-            # The last look with the longer times ends meanwhile.
-            await asyncio.sleep(2.5)
-            expected = (503, "UNAVAILABLE", "no decoder serves at the moment; try again later")
-            assert error_of(await gateway.post(PATH, json.dumps(CHAT).encode())) == expected
-            models = await gateway.raw(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert models.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after: 5" in models
+            with without_listener(target):
+                make_hasty(monkeypatch)
+                # The last look with the longer times ends meanwhile.
+                await asyncio.sleep(2.5)
+                expected = (503, "UNAVAILABLE", "no decoder serves at the moment; try again later")
+                assert error_of(await gateway.post(PATH, json.dumps(CHAT).encode())) == expected
+                models = await gateway.raw(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                assert models.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 5" in models
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -13,11 +13,15 @@ from lookonce.model.kernels import kernel_trial
 from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
 
 
+def native_choices() -> dict[str, KernelChoice]:
+    """Choices of our products, as if trials had found them faster; operations are the keys."""
+    operations = (f"linear layers {dtype}" for dtype in ("float32", "bfloat16"))
+    return {operation: KernelChoice(operation, NATIVE, {NATIVE: 1.0, PYTORCH: 2.0}) for operation in operations}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _native_products() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for dtype in ("float32", "bfloat16"):
-            operation = f"linear layers {dtype}"
-            choice = KernelChoice(operation, NATIVE, {NATIVE: 1.0, PYTORCH: 2.0})
+        for operation, choice in native_choices().items():
             patch.setitem(kernel_trial._choices, operation, choice)
         yield

@@ -149,8 +149,11 @@ from lookonce.model.lean_transformers import import_lean_transformers
 import_lean_transformers()
 from decoder_svc.runner.cpu import runner as cpu
 from decoder_svc.runner.cpu.native_stack import NativeStack
+from lookonce.model.kernels import kernel_trial
 from tests.decoder_svc.runner import test_worst_case as tests
+from tests.decoder_svc.runner.conftest import native_choices
 
+kernel_trial._choices.update(native_choices())
 is_copy = os.fork() == 0
 runner = tests.load(pathlib.Path(sys.argv[1]))
 cpu.free_bytes = lambda: 1 << 40

@@ -68,7 +68,8 @@ def test_rows_stay_the_same_in_every_family(name: str, tiny_folder: Folders) -> 
     assert num_replaced(fast) > 0
     assert not [module for module in fast.modules() if type(module) is torch.nn.Linear]
     for found, expected in zip(rows_of(folder, fast), rows_of(folder, plain), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        # Without fused multiply-add (x86_64) 1 element of 53,312 is off by 1.1e-5 in deepseek_ocr2.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.usefixtures("make")
