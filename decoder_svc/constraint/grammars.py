@@ -17,7 +17,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from decoder_svc.constraint.frames import Vocabulary
+from decoder_svc.constraint.further_names import name_trials
 from decoder_svc.constraint.json_schema import parsed_schema
+from decoder_svc.constraint.refusals import RefusedConstraintError, refused
 from decoder_svc.constraint.schema_place import place_of
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 
@@ -55,14 +57,6 @@ _JSON_OPTIONS: Any = {
 # Texts that many expressions allow. llguidance looks up their tokens, and tries the others one by one. A mask behind
 # `[a-zA-Z ,.]{200,}`, whose state no mask before had, takes 0.06 ms with these and 0.38 ms without (2026-11-26).
 _COMMON_TEXTS = ("[a-zA-Z0-9 ,.]{1,30}", "[a-zA-Z ]{1,20}", "[a-z]{1,20}")
-_MAX_REASON_CHARS = 300
-# Reasons that are about llguidance's own options and parts, by what is in them.
-_REASONS = {
-    "NoExtensionBias": "it allows no text",
-    "coerce_one_of": "oneOf whose schemas may allow the same value is not supported; use anyOf",
-    "Too many items": "it is too complex, or a recursion has no end",
-    "is not present in a registry": "a reference leads to nothing in the schema",
-}
 # A backslash behind which nothing is escaped.
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\(?:\n|\Z)")
 # Options of a rule, such as `max_tokens`, in front of its colon.
@@ -74,10 +68,6 @@ _FREE_SPACING = re.compile(r"\(\?[a-zA-Z]*x")
 _MAX_FORCED_TOKENS = 20_000
 # Forced tokens that are computed to see that a constraint can be followed.
 _NUM_TRIED = 8
-
-
-class RefusedConstraintError(Exception):
-    """A constraint that cannot be followed. Its text is the reason, in one line."""
 
 
 class Grammars:
@@ -140,8 +130,25 @@ class Grammars:
     def _compiled(self, constraint: Constraint) -> LLMatcher:
         matcher = LLMatcher(self.tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise refused(matcher.get_error())
+            raise refused(matcher.get_error(), is_expression=constraint.kind is ConstraintKind.REGEX)
+        self._check_names(constraint)
         return matcher
+
+    def _check_names(self, constraint: Constraint) -> None:
+        """Raises RefusedConstraintError for an object whose patterns allow no name but those of its properties."""
+        schemas = [constraint.text] if constraint.kind is ConstraintKind.JSON_SCHEMA else []
+        if constraint.kind is ConstraintKind.TOOL_CALLS:
+            schemas = [schema for _, schema in json.loads(constraint.text)["schemas"]]
+        for pattern, trial, beginning in (one for schema in schemas for one in name_trials(parsed_schema(schema))):
+            grammar = LLMatcher.grammar_from_json_schema(trial, overrides=_JSON_OPTIONS)
+            matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
+            matcher.try_consume_tokens(self.tokenizer.tokenize_bytes(beginning.encode()))
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                reason = (
+                    f"patternProperties {pattern!r} beside properties allows no further name, which is not supported"
+                )
+                raise RefusedConstraintError(f"cannot be served: {reason}")
 
     def _with_place(self, constraint: Constraint, reason: str) -> RefusedConstraintError:
         def reason_of(part: Any) -> str | None:
@@ -247,17 +254,3 @@ def _grammar_of_calls(text: str) -> str:
             raise RefusedConstraintError("a schema cannot be served") from None
         rules.append(f"json_{index}: %json {json.dumps({**checked, 'x-guidance': _JSON_OPTIONS})}")
     return "\n".join(rules)
-
-
-def refused(reason: str) -> RefusedConstraintError:
-    """Returns the error for a reason of llguidance."""
-    # The reason quotes the place and its lines. It is about the caller's own text, and goes into one line.
-    shown = " ".join(reason.replace("<non-verbose/>", "").split())
-    for said, meant in _REASONS.items():
-        if said in shown:
-            shown = meant
-    # The rest lists names that only llguidance knows.
-    shown = shown.partition("; following special tokens")[0]
-    if len(shown) > _MAX_REASON_CHARS:
-        shown = f"{shown[:_MAX_REASON_CHARS]}…"
-    return RefusedConstraintError(f"cannot be served: {shown}")

@@ -27,8 +27,9 @@ from decoder_svc.constraint.frames import (
     encoded,
     received,
 )
-from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError, named_control_ids
+from decoder_svc.constraint.grammars import Grammars, named_control_ids
 from decoder_svc.constraint.mask_numbers import MaskNumbers
+from decoder_svc.constraint.refusals import RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from lookonce.process.limited_side import end_with_owner, limited_side
 

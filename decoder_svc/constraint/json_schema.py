@@ -11,9 +11,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Never, TypeGuard
+from typing import Any, Never
 
+from decoder_svc.constraint.schema_keywords import COUNTS, check_keyword, is_number
 from decoder_svc.constraint.schema_patterns import exact_pattern
+from decoder_svc.constraint.schema_references import check_references
 
 _SCHEMA = frozenset({"additionalProperties", "items", "additionalItems"})
 _SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -24,7 +26,7 @@ _VALUES = frozenset({"const", "enum"})
 _PLAIN = frozenset(
     {
         *("type", "required", "format", "$ref", "$id", "$schema", "$anchor"),
-        *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
+        *COUNTS,
     }
 )
 # Keywords that say something about a value and allow and forbid nothing. So do all that begin with x-.
@@ -58,11 +60,13 @@ def parsed_schema(text: str) -> dict[str, Any]:
     schema = json.loads(
         text, parse_constant=_no_constant, parse_int=_integer, parse_float=_fraction, object_pairs_hook=_object
     )
-    if isinstance(schema, bool):
-        # True allows everything, and false nothing.
-        schema = {} if schema else {"enum": []}
+    if schema is False:
+        raise ValueError("the schema false allows nothing")
+    if schema is True:
+        schema = {}
     if not isinstance(schema, dict):
         raise ValueError("it must be a JSON object, true or false")
+    check_references(schema)
     checked: dict[str, Any] = _checked(schema)
     return checked
 
@@ -88,7 +92,27 @@ def _checked(schema: Any) -> Any:
     effective = {
         key: value for key, value in schema.items() if key not in _WITHOUT_EFFECT or value is not _WITHOUT_EFFECT[key]
     }
-    return _inclusive({key: _value(key, value) for key, value in effective.items()})
+    for key, value in effective.items():
+        check_keyword(key, value)
+    return _inclusive({key: _value(key, value) for key, value in _with_prefix_items(effective).items()})
+
+
+def _with_prefix_items(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema of lists in the words of 2020-12, whose `items` is about the items behind `prefixItems`.
+
+    Before, `items` could be the list, and `additionalItems` was about the items behind it. llguidance (1.9) drops
+    `prefixItems` beside one of these.
+    """
+    items, others = schema.get("items"), schema.get("additionalItems")
+    if "prefixItems" in schema and (isinstance(items, list) or others is not None):
+        raise ValueError("prefixItems beside additionalItems or a list of items is not supported; use items")
+    found = {key: value for key, value in schema.items() if key != "additionalItems"}
+    if isinstance(items, list):
+        found["prefixItems"] = items
+        del found["items"]
+        if others is not None:
+            found["items"] = others
+    return found
 
 
 def _inclusive(schema: dict[str, Any]) -> dict[str, Any]:
@@ -99,13 +123,13 @@ def _inclusive(schema: dict[str, Any]) -> dict[str, Any]:
     """
     lowest, highest = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     bounds = [schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")]
-    numbers = [bound for bound in bounds if _is_number(bound)]
+    numbers = [bound for bound in bounds if is_number(bound)]
     found = dict(schema)
     for key, bound, inclusive, step in (
         ("exclusiveMinimum", lowest, "minimum", _STEP),
         ("exclusiveMaximum", highest, "maximum", -_STEP),
     ):
-        if not _is_number(bound) or bound != int(bound) or schema.get("type") == "integer":
+        if not is_number(bound) or bound != int(bound) or schema.get("type") == "integer":
             continue
         if not any(number != bound and abs(number - bound) <= 1 for number in numbers):
             continue
@@ -116,18 +140,17 @@ def _inclusive(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _value(key: str, value: Any) -> Any:
     """Returns the value of a keyword, checked. Raises ValueError for a keyword that is not supported."""
     _check_text(key)
     rewritten = _rewriting(key)
     if rewritten is not None:
         return rewritten(value)
-    if key == "multipleOf" and _is_number(value) and value <= 0:
+    if key == "multipleOf" and is_number(value) and value <= 0:
         raise ValueError(f"multipleOf must be above 0, got {value}")
+    if key in COUNTS:
+        # A count may be written as 1.0.
+        return int(value)
     if key in _BOUNDS or key in _VALUES:
         _check_values(value)
     elif key == "format" and value == "unknown":
@@ -142,19 +165,17 @@ def _rewriting(key: str) -> Callable[[Any], Any] | None:
     if key in _SCHEMA:
         return _checked
     if key in _SCHEMAS:
-        return lambda schemas: [_checked(each) for each in schemas] if isinstance(schemas, list) else schemas
+        return lambda schemas: [_checked(each) for each in schemas]
     if key in _NAMED:
         return lambda schemas: _by_name(schemas, _named)
     if key == "patternProperties":
         return lambda schemas: _by_name(schemas, exact_pattern)
     if key == "pattern":
-        return lambda pattern: exact_pattern(pattern) if isinstance(pattern, str) else pattern
+        return exact_pattern
     return None
 
 
-def _by_name(schemas: Any, name: Callable[[str], str]) -> Any:
-    if not isinstance(schemas, dict):
-        return schemas
+def _by_name(schemas: dict[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
     return {name(key): _checked(each) for key, each in schemas.items()}
 
 

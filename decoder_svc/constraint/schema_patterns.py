@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 # Groups, repetitions and places that Rust knows and JSON Schema does not, or that mean something else there.
-_NOT_SHARED = re.compile(r"\(\?(?![:=!<])|[*+?}][+*{]|\\[AzZ]")
+_NOT_SHARED = re.compile(r"\(\?(?![:=!<])|[*+?}][+*{]|\\[AzZU]|\\x\{")
 # A dot takes no end of a line.
 _ANY = r"[^\x00\n\r\x{2028}\x{2029}]"
 _NUL = "\\x00"

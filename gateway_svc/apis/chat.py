@@ -197,6 +197,7 @@ class ChatRequest:
 
 
 _ANY_OBJECT = '{"type": "object"}'
+_SCHEMA_FIELDS = ("name", "description", "strict", "schema")
 
 
 def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
@@ -209,13 +210,21 @@ def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
     format_fields = Fields.of(fields.raw(name), name)
     kind = format_fields.text("type")
     if kind == "text":
+        format_fields.only("type")
         return None
     if kind == "json_object":
+        format_fields.only("type")
         return _ANY_OBJECT
     if kind != "json_schema":
         raise format_fields.wrong("type", "must be text, json_object or json_schema")
-    where = name if nested is None else f"{name}.{nested}"
-    schema_fields = format_fields if nested is None else Fields.of(format_fields.raw(nested), where)
+    if nested is None:
+        schema_fields = format_fields.only("type", *_SCHEMA_FIELDS)
+    else:
+        schema_fields = format_fields.only("type", nested).inner(nested).only(*_SCHEMA_FIELDS)
+    # These have no effect: every schema is kept to.
+    schema_fields.text("name")
+    schema_fields.text("description")
+    schema_fields.flag("strict")
     schema = schema_fields.raw("schema")
     if not isinstance(schema, dict | bool):
         raise schema_fields.wrong("schema", "must be a JSON schema")

@@ -22,7 +22,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.constraint.grammars import Grammars
+from decoder_svc.constraint.refusals import RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from tests.decoder_svc.constraint.demo_constraints import DEMO_VOCAB, END, PROMPT, WholeAnswer, demo_grammars
 

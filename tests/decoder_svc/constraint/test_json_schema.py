@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.constraint.json_schema import parsed_schema
+from decoder_svc.constraint.refusals import RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from tests.decoder_svc.constraint.demo_constraints import demo_grammars
 
@@ -63,6 +64,28 @@ def takes(grammars: Grammars, schema: Any, text: str) -> bool:
         ({**OBJECT, "properties": {'a"b\\': {"enum": [1]}}, "required": ['a"b\\']}, ['{"a\\"b\\\\": 1}'], ["{}"]),
         ({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, ["[true]"], ["[]", "[1]"]),
         ({"type": "array", "prefixItems": [{"const": 1}], "items": False}, ["[1]", "[]"], ["[2]", "[1, 1]"]),
+        # Until 2019-09, a list of items had the places that prefixItems has.
+        (
+            {"type": "array", "items": [{"const": 1}], "additionalItems": {"const": 2}},
+            ["[1]", "[]", "[1, 2, 2]"],
+            ["[2]", "[1, 1]"],
+        ),
+        ({"type": "array", "items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[2]", "[1, 1]"]),
+        ({"type": "array", "items": {"const": 1}, "additionalItems": False}, ["[1, 1]"], ["[2]"]),
+        ({"type": "array", "minItems": 1.0, "maxItems": 1, "items": {"const": 1}}, ["[1]"], ["[]", "[1, 1]"]),
+        (
+            {**OBJECT, "properties": {"ab": {"const": 1}}, "patternProperties": {"^a": {"enum": [1, 2]}},
+             "additionalProperties": False},
+            ['{"ab": 1, "a": 2}', '{"a": 2}', "{}"],
+            ['{"ab": 2}', '{"b": 1}'],
+        ),
+        # A reference may lead back through a part of the value.
+        (
+            {**OBJECT, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"const": 1}]}}, "required": ["a"],
+             "additionalProperties": False},
+            ['{"a": 1}', '{"a": {"a": 1}}'],
+            ['{"a": 2}', "{}"],
+        ),
         (
             {"$defs": {"t": {"enum": [7]}}, **OBJECT, "properties": {"a": {"$ref": "#/$defs/t"}}, "required": ["a"],
              "additionalProperties": False},
@@ -111,9 +134,46 @@ def test_an_answer_is_what_the_schema_says(
         # One name twice would count as two.
         ({**OBJECT, "minProperties": 2}, "minProperties"),
         ({**OBJECT, "minProperties": 2, "required": ["a", "a"]}, "minProperties"),
+        # Values that would be ignored where the type has no use for the keyword.
+        ({"type": "string", "required": True}, "required must be a list of names, got true"),
+        ({"type": "string", "minimum": "x"}, 'minimum must be a number, got "x"'),
+        ({"type": "integer", "items": 5}, "items must be a schema, or a list of schemas, got 5"),
+        ({"type": "null", "minLength": -1}, "minLength must be a whole number from 0 on, got -1"),
+        ({"type": "null", "maxItems": 1.5}, "maxItems must be a whole number from 0 on, got 1.5"),
+        ({"type": ["null", "any"]}, "type must be one of null, boolean"),
+        ({"properties": {"a": 5}}, 'properties must be an object of schemas, got {"a": 5}'),
+        ({"type": "null", "enum": []}, "enum must be a list of values that is not empty, got []"),
+        ({"anyOf": []}, "anyOf must be a list of schemas that is not empty, got []"),
+        ({"type": "null", "$schema": "http://json-schema.org/draft-03/schema#"}, "draft-03/schema#' is not supported"),
+        # Two ways to say what stands in a list, of which one would be dropped.
+        ({"prefixItems": [{"const": 1}], "additionalItems": False}, "prefixItems beside additionalItems"),
+        ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "prefixItems beside additionalItems or a list"),
+        ({"items": [{"type": "null", "colour": 1}]}, '["colour"]'),
+        # An answer that begins such a value could not go on.
+        (
+            {"prefixItems": [{"const": 1}, {"$ref": "#/$defs/q"}], "$defs": {"q": {"$ref": "#/$defs/q"}}},
+            "the reference '#/$defs/q' leads back to itself",
+        ),
+        (
+            {
+                "properties": {"b": {"$ref": "#/$defs/a~1b"}},
+                "$defs": {"a/b": {"anyOf": [{"allOf": [{"$ref": "#/properties/b"}]}]}},
+            },
+            "leads back to itself",
+        ),
+        (
+            {
+                **OBJECT,
+                "properties": {"a": {}, "b": {}},
+                "patternProperties": {"^[ab]$": {}},
+                "additionalProperties": False,
+            },
+            "patternProperties '^[ab]$' beside properties allows no further name",
+        ),
+        ({"type": "string", "pattern": r"^\x{61}$"}, r"has \x{, which is not supported"),
         ("[1]", "must be a JSON object, true or false"),
         ("7", "must be a JSON object, true or false"),
-        (False, ""),
+        (False, "the schema false allows nothing"),
     ],
     ids=str,
 )

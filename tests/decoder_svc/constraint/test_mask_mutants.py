@@ -17,8 +17,9 @@ from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.constraint_process import ConstraintProcess
 from decoder_svc.constraint.followed_answer import FollowedAnswer
 from decoder_svc.constraint.frames import Step
-from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError
+from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.constraint.question import Question
+from decoder_svc.constraint.refusals import RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from tests.decoder_svc.constraint import random_constraints, test_answer_follower
 from tests.decoder_svc.constraint.demo_constraints import (

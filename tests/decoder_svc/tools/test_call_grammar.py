@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 import torch
 
-from decoder_svc.constraint.grammars import Grammars, RefusedConstraintError, named_control_ids
+from decoder_svc.constraint.grammars import Grammars, named_control_ids
+from decoder_svc.constraint.refusals import RefusedConstraintError
 from decoder_svc.scheduling.sampling_params import Constraint
 from decoder_svc.tools.answer_reader import REASONING_FORMATS, AnswerForm, AnswerReader
 from decoder_svc.tools.call_grammar import call_constraint
