@@ -70,7 +70,7 @@ _NUMBER = ("a number", is_number)
 _EXCLUSIVE = ("a number, or true or false", lambda value: isinstance(value, bool) or is_number(value))
 _NAMED = ("an object of schemas", _are_named_schemas)
 _SOME = ("a list of schemas that is not empty", _are_some_schemas)
-# What the values of keywords must be, and how that is seen.
+# The values that each keyword may have, in words and as a check.
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "type": (f"one of {', '.join(_TYPES)}, or a list of them", _is_type),
     "enum": ("a list of values that is not empty", lambda value: isinstance(value, list) and bool(value)),

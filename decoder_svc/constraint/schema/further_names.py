@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from decoder_svc.constraint.json_schema import subschemas
+from decoder_svc.constraint.schema.json_schema import subschemas
 
 _ANY_VALUE = {"const": 0}
 
