@@ -17,10 +17,10 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from decoder_svc.constraint.frames import Vocabulary
-from decoder_svc.constraint.further_names import name_trials
-from decoder_svc.constraint.json_schema import parsed_schema
 from decoder_svc.constraint.refusals import RefusedConstraintError, refused
-from decoder_svc.constraint.schema_place import place_of
+from decoder_svc.constraint.schema.further_names import name_trials
+from decoder_svc.constraint.schema.json_schema import parsed_schema
+from decoder_svc.constraint.schema.place import place_of
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 
 # Matchers that are kept for the next request with the same constraint, and the sum of their texts.

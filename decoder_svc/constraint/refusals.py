@@ -23,7 +23,7 @@ _QUOTED_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _EXPRESSION = re.compile(
     r'(?:invalid regex "[^\n]*" \(in regex\): )?regex parse error:\n.*\n    ( *)\^+[^\n]*\n', re.DOTALL
 )
-# What was found there, once more.
+# llguidance quotes the wrong text once more behind the reason.
 _FOUND = re.compile(r' \(at "[^\n]*" \([^\n]*\)\)')
 _SCHEMA_PLACE = re.compile(r"while processing json-schema:///#?(\S*?):? ")
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from decoder_svc.constraint import answer_matcher, json_schema
+from decoder_svc.constraint import answer_matcher
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.answer_matcher import AnswerMatcher
 from decoder_svc.constraint.constraint_process import ConstraintProcess
@@ -20,6 +20,7 @@ from decoder_svc.constraint.frames import Step
 from decoder_svc.constraint.grammars import Grammars
 from decoder_svc.constraint.question import Question
 from decoder_svc.constraint.refusals import RefusedConstraintError
+from decoder_svc.constraint.schema import json_schema
 from decoder_svc.scheduling.sampling_params import AnswerSoFar, Constraint, ConstraintKind
 from tests.decoder_svc.constraint import random_constraints, test_answer_follower
 from tests.decoder_svc.constraint.demo_constraints import (

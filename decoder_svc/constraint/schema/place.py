@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from decoder_svc.constraint.json_schema import subschemas
+from decoder_svc.constraint.schema.json_schema import subschemas
 
 # Processor time, which is taken from what a check may use.
 _MAX_S = 0.2

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Never
 
-from decoder_svc.constraint.schema_keywords import COUNTS, check_keyword, is_number
-from decoder_svc.constraint.schema_patterns import exact_pattern
-from decoder_svc.constraint.schema_references import check_references
+from decoder_svc.constraint.schema.keywords import COUNTS, check_keyword, is_number
+from decoder_svc.constraint.schema.patterns import exact_pattern
+from decoder_svc.constraint.schema.references import check_references
 
 _SCHEMA = frozenset({"additionalProperties", "items", "additionalItems"})
 _SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})

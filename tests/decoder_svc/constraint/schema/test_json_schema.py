@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from decoder_svc.constraint.grammars import Grammars
-from decoder_svc.constraint.json_schema import parsed_schema
 from decoder_svc.constraint.refusals import RefusedConstraintError
+from decoder_svc.constraint.schema.json_schema import parsed_schema
 from decoder_svc.scheduling.sampling_params import Constraint, ConstraintKind
 from tests.decoder_svc.constraint.demo_constraints import demo_grammars
 

@@ -1,0 +1,1 @@
+"""JSON schemas: what of them is served, in the words of llguidance."""
