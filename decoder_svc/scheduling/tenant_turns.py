@@ -31,7 +31,7 @@ class _TenantTurn:
 
     # The turn of its latest request, before which no later one may come.
     latest: int
-    # Where that request ends.
+    # The place where that request ends, tokens.
     end: int
 
 

@@ -105,7 +105,8 @@ async def test_a_prompt_may_fill_the_context(way: str, model: Any) -> None:
     text = TEXTS[1]
     async with running_decoder(DEMO_MODEL, dtype="float32", **WAYS[way]) as decoder:
         hidden = await reference(decoder, model, text)
-    sizes = {"max_context_tokens": len(hidden), "num_kv_blocks": -(-len(hidden) // 16), "block_size": 16}
+    num_blocks = -(-len(hidden) // 16)
+    sizes: dict[str, Any] = {"max_context_tokens": len(hidden), "num_kv_blocks": num_blocks, "block_size": 16}
     async with running_decoder(DEMO_MODEL, dtype="float32", **sizes, **WAYS[way]) as decoder:
         for pooling, expected in zip(POOLINGS, (hidden[-1], hidden.mean(0)), strict=True):
             request = pb.EmbedRequest(params=prompt(text), pooling=pooling, keep_length=True)

@@ -1,4 +1,4 @@
-"""Who starts before others, and who gives a place: tenants have equal shares of the running batch if they want them."""
+"""Tests of tenants' equal shares: some requests start before others, and some give their places."""
 
 from __future__ import annotations
 
