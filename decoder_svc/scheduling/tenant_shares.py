@@ -17,7 +17,7 @@ from decoder_svc.scheduling.tenant_turns import TenantTurns, expected_tokens
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What tenants with less than an equal share of the running requests may have."""
+    """Places of the running batch for tenants that have less than an equal share."""
 
     # Places of each tenant if all had as many.
     share: int

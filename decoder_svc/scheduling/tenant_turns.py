@@ -27,7 +27,7 @@ def expected_tokens(request: Request) -> int:
 
 @dataclass(slots=True)
 class _TenantTurn:
-    """What is remembered of one tenant at one priority."""
+    """The latest request of one tenant at one priority."""
 
     # The turn of its latest request, before which no later one may come.
     latest: int

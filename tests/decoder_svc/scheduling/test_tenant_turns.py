@@ -107,7 +107,7 @@ def test_tenants_that_went_are_forgotten(advances: bool) -> None:
 
 
 def test_an_answer_counts_for_what_it_became() -> None:
-    """Of two tenants with the same `max_tokens`, one gets answers that are much shorter."""
+    """Two tenants have the same `max_tokens`, and one of them gets much shorter answers."""
     turns = TenantTurns()
     first = {tenant: request(tenant, number) for number, tenant in enumerate("ab")}
     for each in first.values():
