@@ -13,11 +13,15 @@ from collections.abc import Mapping, Sequence
 
 LEVEL = "avx2"
 _LEVEL_VARIABLE = "LOOKONCE_NATIVE_LEVEL"
-_VARIABLES = {
-    _LEVEL_VARIABLE: LEVEL,
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+# The instructions that PyTorch, oneDNN and MKL may use at a level of our kernels, for levels that all of them can have.
+_LIMITS = {
+    "x86_64": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    LEVEL: {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    },
 }
 _PEERS_FOLDER = pathlib.Path(__file__).with_name("peer_without_avx512")
 
@@ -27,7 +31,15 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m benchmarks.forced_level BENCHMARK [ARGUMENT …]")
     command = [sys.executable, "-m", f"benchmarks.{arguments[0]}", *arguments[1:]]
-    os.execve(sys.executable, command, os.environ | _VARIABLES)
+    os.execve(sys.executable, command, os.environ | level_variables(LEVEL))
+
+
+def level_variables(level: str) -> dict[str, str]:
+    """Returns the variables that limit our kernels, PyTorch, oneDNN and MKL to a level.
+
+    At a level beyond those that all of them can have, only our kernels are limited.
+    """
+    return {_LEVEL_VARIABLE: level, **_LIMITS.get(level, {})}
 
 
 def peer_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -12,6 +12,7 @@ import re
 import resource
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -128,18 +129,17 @@ class Grammars:
         return matcher
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
-        matcher = LLMatcher(self.tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
+        schemas = _schemas(constraint)
+        matcher = LLMatcher(self.tokenizer, _grammar(constraint, schemas), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise refused(matcher.get_error(), is_expression=constraint.kind is ConstraintKind.REGEX)
-        self._check_names(constraint)
+        for schema in schemas:
+            self._check_names(schema)
         return matcher
 
-    def _check_names(self, constraint: Constraint) -> None:
+    def _check_names(self, schema: Mapping[str, Any]) -> None:
         """Raises RefusedConstraintError for an object whose patterns allow no name but those of its properties."""
-        schemas = [constraint.text] if constraint.kind is ConstraintKind.JSON_SCHEMA else []
-        if constraint.kind is ConstraintKind.TOOL_CALLS:
-            schemas = [schema for _, schema in json.loads(constraint.text)["schemas"]]
-        for pattern, trial, beginning in (one for schema in schemas for one in name_trials(parsed_schema(schema))):
+        for pattern, trial, beginning in name_trials(schema):
             grammar = LLMatcher.grammar_from_json_schema(trial, overrides=_JSON_OPTIONS)
             matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
             matcher.try_consume_tokens(self.tokenizer.tokenize_bytes(beginning.encode()))
@@ -191,18 +191,32 @@ def memory_bytes() -> int:
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _grammar(constraint: Constraint) -> str:
-    """Returns llguidance's form of a constraint. Raises RefusedConstraintError."""
+def _schemas(constraint: Constraint) -> list[dict[str, Any]]:
+    """Returns the schemas in a constraint, in llguidance's words. Raises RefusedConstraintError."""
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        try:
+            return [parsed_schema(constraint.text)]
+        except json.JSONDecodeError as error:
+            raise RefusedConstraintError(f"is no JSON: {error}") from None
+        except RecursionError:
+            raise RefusedConstraintError("is nested too deeply") from None
+        except ValueError as error:
+            raise refused(str(error)) from None
+    if constraint.kind is ConstraintKind.TOOL_CALLS:
+        try:
+            return [parsed_schema(schema) for _, schema in json.loads(constraint.text)["schemas"]]
+        except (ValueError, RecursionError):
+            # `_check_schemas` finds the reason and its place.
+            raise RefusedConstraintError("a schema cannot be served") from None
+    return []
+
+
+def _grammar(constraint: Constraint, schemas: Sequence[dict[str, Any]]) -> str:
+    """Returns llguidance's form of a constraint, which has these schemas. Raises RefusedConstraintError."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            try:
-                return LLMatcher.grammar_from_json_schema(parsed_schema(constraint.text), overrides=_JSON_OPTIONS)
-            except json.JSONDecodeError as error:
-                raise RefusedConstraintError(f"is no JSON: {error}") from None
-            except RecursionError:
-                raise RefusedConstraintError("is nested too deeply") from None
-            except ValueError as error:
-                raise refused(str(error)) from None
+            (schema,) = schemas
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
         case ConstraintKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
         case ConstraintKind.CHOICE:
@@ -218,7 +232,7 @@ def _grammar(constraint: Constraint) -> str:
                 raise RefusedConstraintError("cannot have %llguidance, and no options in brackets behind a rule's name")
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.TOOL_CALLS:
-            return LLMatcher.grammar_from_lark(_grammar_of_calls(constraint.text))
+            return LLMatcher.grammar_from_lark(_grammar_of_calls(constraint.text, schemas))
         case ConstraintKind.FIXED_TOKENS:
             raise AssertionError("given tokens have no grammar")
 
@@ -242,15 +256,9 @@ def named_control_ids(constraint: Constraint) -> frozenset[int]:
     return frozenset(json.loads(constraint.text)["control_token_ids"])
 
 
-def _grammar_of_calls(text: str) -> str:
-    """Returns the grammar of an answer with calls, and the schemas in it. Raises RefusedConstraintError."""
-    parts = json.loads(text)
-    rules = [parts["grammar"]]
-    for index, (_, schema) in enumerate(parts["schemas"]):
-        try:
-            checked = parsed_schema(schema)
-        except (ValueError, RecursionError):
-            # `_check_schemas` finds the reason and its place.
-            raise RefusedConstraintError("a schema cannot be served") from None
-        rules.append(f"json_{index}: %json {json.dumps({**checked, 'x-guidance': _JSON_OPTIONS})}")
+def _grammar_of_calls(text: str, schemas: Sequence[dict[str, Any]]) -> str:
+    """Returns the grammar of an answer with calls, and the schemas in it."""
+    rules = [json.loads(text)["grammar"]]
+    for index, schema in enumerate(schemas):
+        rules.append(f"json_{index}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
     return "\n".join(rules)

@@ -207,7 +207,7 @@ def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
     """
     if fields.raw(name) is None:
         return None
-    format_fields = Fields.of(fields.raw(name), name)
+    format_fields = fields.inner(name)
     kind = format_fields.text("type")
     if kind == "text":
         format_fields.only("type")

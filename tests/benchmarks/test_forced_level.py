@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks import report
-from benchmarks.forced_level import LEVEL, peer_variables
+from benchmarks.forced_level import LEVEL, level_variables, peer_variables
 from lookonce.model.kernels.native_level import processor_levels
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,6 +26,22 @@ def test_the_peers_interpreter_sees_no_avx512() -> None:
     variables = os.environ | peer_variables({"LOOKONCE_NATIVE_LEVEL": LEVEL})
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, env=variables)
     assert said.stdout.split() == ["False", "False"]
+
+
+CAPABILITIES = {"x86_64": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
+
+
+@pytest.mark.parametrize("level", [level.name for level in processor_levels() if level.name in CAPABILITIES])
+def test_pytorch_is_limited_to_the_level(level: str) -> None:
+    asked = (
+        "import torch; from lookonce.model.kernels.native_level import native_level; "
+        "print(torch.backends.cpu.get_cpu_capability(), native_level().name)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | level_variables(level),
+    )  # fmt: skip
+    assert said.stdout.split() == [CAPABILITIES[level], level]
 
 
 def test_a_benchmark_gets_its_arguments_and_the_limits() -> None:

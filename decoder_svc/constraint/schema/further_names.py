@@ -15,9 +15,10 @@ _ANY_VALUE = {"const": 0}
 
 
 def name_trials(schema: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields, for each such object that a schema may have, a name of it, a schema and the beginning of its answer.
+    """Yields (pattern, trial, beginning) for each object of a schema that may be such a one.
 
-    The object has further names if the answer can go on behind that beginning. The schemas are in llguidance's words.
+    The trial is a schema with the object's names and one value for all. If its answer can go on behind the beginning,
+    the object has further names. Both schemas are in llguidance's words.
     """
     open_schemas = [schema]
     while open_schemas:

@@ -15,8 +15,8 @@ def check_references(schema: Any) -> None:
 
     llguidance (1.9) takes such a reference where the value may be missing, and the answer that begins one cannot go on.
     """
-    # Schemas by identity, with those that are still to be followed; a schema without any has been followed.
-    entered: dict[int, Iterator[tuple[str, Any]]] = {}
+    # Schemas by identity, with those that are still to be followed.
+    entered: dict[int, Iterator[dict[str, Any]]] = {}
     done: set[int] = set()
     for start in _all_schemas(schema):
         path = [start]
@@ -24,14 +24,16 @@ def check_references(schema: Any) -> None:
             here = id(path[-1])
             if here not in entered:
                 entered[here] = _next_of(path[-1], schema)
-            reference, target = next(entered[here], ("", None))
+            target = next(entered[here], None)
             if target is None:
                 done.add(here)
                 path.pop()
             elif id(target) not in done:
-                if id(target) in entered:
-                    raise ValueError(f"the reference {reference!r} leads back to itself")
                 path.append(target)
+                if id(target) in entered:
+                    # Only a reference can have led back.
+                    *_, reference = (one["$ref"] for one in path[:-1] if "$ref" in one)
+                    raise ValueError(f"the reference {reference!r} leads back to itself")
 
 
 def _all_schemas(value: Any) -> Iterator[dict[str, Any]]:
@@ -46,16 +48,16 @@ def _all_schemas(value: Any) -> Iterator[dict[str, Any]]:
             open_values.extend(one)
 
 
-def _next_of(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas that say something about the same value, each with the reference that leads there."""
+def _next_of(schema: dict[str, Any], root: Any) -> Iterator[dict[str, Any]]:
+    """Yields the schemas that say something about the same value."""
     reference = schema.get("$ref")
     if isinstance(reference, str) and isinstance(target := _target(reference, root), dict):
-        yield reference, target
+        yield target
     for key in _OF_THE_SAME_VALUE:
         members = schema.get(key)
         for member in members if isinstance(members, list) else ():
             if isinstance(member, dict):
-                yield key, member
+                yield member
 
 
 def _target(reference: str, root: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -88,9 +89,9 @@ def test_a_constraint_is_compiled_once_and_each_request_has_a_state_of_its_own(
     compiled = []
     original = module._grammar
 
-    def noting(constraint: Constraint) -> str:
+    def noting(constraint: Constraint, schemas: Sequence[dict[str, Any]]) -> str:
         compiled.append(constraint)
-        return original(constraint)
+        return original(constraint, schemas)
 
     monkeypatch.setattr(module, "_grammar", noting)
     digits = Constraint(ConstraintKind.REGEX, "[0-9]{2}")

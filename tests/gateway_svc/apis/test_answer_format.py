@@ -52,5 +52,6 @@ def test_what_has_no_effect_is_refused_by_name(given: dict[str, Any], place: str
 
 @pytest.mark.parametrize("name", ["json_schema", "colour"])
 def test_a_format_that_holds_the_schema_itself_has_no_other_field(name: str) -> None:
-    with pytest.raises(InvalidParameterError, match=f"^format.{name}: "):
-        schema_of({**FLAT, name: {}}, None)
+    # In responses, the format stands in `text`.
+    with pytest.raises(InvalidParameterError, match=f"^text.format.{name}: "):
+        json_schema_of(Fields({"format": {**FLAT, name: {}}}, "text"), "format", None)

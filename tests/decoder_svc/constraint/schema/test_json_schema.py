@@ -159,7 +159,7 @@ def test_an_answer_is_what_the_schema_says(
                 "properties": {"b": {"$ref": "#/$defs/a~1b"}},
                 "$defs": {"a/b": {"anyOf": [{"allOf": [{"$ref": "#/properties/b"}]}]}},
             },
-            "leads back to itself",
+            "the reference '#/$defs/a~1b' leads back to itself",
         ),
         (
             {
