@@ -1,8 +1,9 @@
 """What does a tenant notice of another one that sends ten times its share? `--help` lists the options.
 
 One decoder for text, called through the SDK. A tenant keeps its share of the running batch busy, or sends one request
-after the other. It is measured alone, beside a second tenant that keeps to its share, and beside one with ten times as
-many requests, in turn. The first ratio is that of a full batch's steps, the second one that of the queue.
+after the other. It is measured alone, beside a second tenant that takes the places which are left, and beside one with
+ten times its share of requests, in turn. The first ratio is that of a full batch's steps, the second one that of the
+queue.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Latencies:
 class Round:
     """A phase alone, two beside the other tenant, and one beside the own tenant's requests, as many as the other's.
 
-    In `shared`, the other tenant keeps to its share.
+    In `shared`, the other tenant takes the places that are left, and no request waits.
     """
 
     alone: Latencies
@@ -105,8 +106,13 @@ async def measure(model: str, load: Load) -> dict[int, list[Round]]:
                 figures[number] = []
                 for index in range(load.num_rounds):
                     phases = [await _phase(client, prompts, number, load)]
-                    for second, times in ((other, 1), (other, _FLOOD), (client, _FLOOD)):
-                        flood = asyncio.create_task(_forever(second, prompts, times * share, load))
+                    num_flooding = _FLOOD * share
+                    for second, num_other in (
+                        (other, load.num_running - number),
+                        (other, num_flooding),
+                        (client, num_flooding),
+                    ):
+                        flood = asyncio.create_task(_forever(second, prompts, num_other, load))
                         await asyncio.sleep(0.5)
                         phases.append(await _phase(client, prompts, number, load))
                         flood.cancel()
@@ -175,7 +181,7 @@ def section(model: str, load: Load, figures: dict[int, list[Round]]) -> str:
             )
     head = ["in flight", "time, P95", "shared ÷ alone", "beside ÷ shared", "beside ÷ alone", "as one ÷ alone", "alone"]
     return (
-        f"## {_NAME}\n\nA tenant alone; shared with another one that has {load.num_running // 2} requests in flight; "
+        f"## {_NAME}\n\nA tenant alone; shared with another one that has requests for the places that are left; "
         f"beside one that has {_FLOOD * load.num_running // 2};\nthen beside as many of its own, which is first come, "
         "first served. "
         f"Model `{model}`, {load.num_running} requests run at a time, {load.num_tokens} tokens out, "
