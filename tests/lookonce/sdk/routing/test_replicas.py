@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -384,7 +385,8 @@ def test_a_failed_stream_keeps_no_image(servers: list[FakeServer]) -> None:
 def test_a_process_that_forks_goes_on(servers: list[FakeServer]) -> None:
     """In a process of its own: a fork copies the servers' threads as well."""
     program = """
-import os, sys, lookonce
+import faulthandler, os, signal, sys, lookonce
+faulthandler.register(signal.SIGUSR1)
 client = lookonce.Client.connect(sys.argv[1:])
 client.generate("one", images=[b"picture"])
 child = os.fork()
@@ -397,13 +399,21 @@ client.generate("three", images=[b"picture"])
 sys.exit(os.waitstatus_to_exitcode(status))
 """
     for _ in range(3):
-        finished = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-c", program, *targets(servers)],
-            check=False,
-            timeout=120,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-        assert finished.returncode == 0
+        try:
+            _, messages = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            # Parent and child show where they wait.
+            os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(5)
+            os.killpg(process.pid, signal.SIGKILL)
+            _, messages = process.communicate()
+        assert process.returncode == 0, messages.decode()
 
 
 def test_replicas_connect_anew_after_an_idle_time(servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> None:
