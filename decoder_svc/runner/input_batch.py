@@ -94,8 +94,11 @@ class RequestRow:
         return self.num_tokens > self.num_prompt_tokens
 
     def take_prompt_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Returns the log probabilities of all tokens of the prompt but the first, and forgets them."""
-        if not self.prompt_logprobs:
+        """Returns the log probabilities of all tokens of the prompt but the first, and forgets them.
+
+        None are told if nobody asks, and with the later tokens of an answer.
+        """
+        if self.params.prompt_logprobs is None or self.has_answer:
             return ()
         found, self.prompt_logprobs = self.prompt_logprobs, {}
         return tuple(found.get(place, ()) for place in range(1, self.num_prompt_tokens))

@@ -47,7 +47,7 @@ class PlaceSharing:
         # Without free blocks there are no more places than are taken, and one for which others give theirs.
         is_short = num_free > 0 and not self._kv_cache.can_admit(head, self._hit(head))
         num_places = len(running) + 1 if is_short else min(self._max_num_seqs, num_live)
-        claims = self._tenants.claims(num_places, head.priority)
+        claims = self._tenants.claims(num_places, head.priority, running)
         if claims is None:
             return
         claimants = self._waiting.bring_forward(claims.num_places, claims.latest_turn, self._row_demand.restart)

@@ -72,6 +72,8 @@ class Request:
         self.tenant = tenant
         # The place among those of the same priority; set by TenantTurns.
         self.turn = 0
+        # What its tenant's answers had taken beyond what was expected of them when it got its turn, tokens.
+        self.surplus_before = 0
         # Whether running requests have given their places for this one: once only.
         self.has_claimed = False
         self.cache_scope = cache_scope

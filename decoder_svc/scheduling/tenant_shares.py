@@ -23,8 +23,9 @@ class Claims:
     share: int
     # By tenant, how many of its waiting requests may start before the others'.
     num_places: Mapping[str, int]
-    # The latest turn that such a request may have. It lies as far ahead, in tokens, as an equal share of the largest
-    # tenant's running requests comes to: a tenant with few but much longer requests has had its share of the work.
+    # The latest turn that such a request may have. It lies as far ahead, in tokens, as the largest tenant's running
+    # requests have, and at least as an equal share of them: a tenant with few but much longer requests has had its
+    # share of the work.
     latest_turn: int
 
 
@@ -35,8 +36,6 @@ class TenantShares:
         self._turns = TenantTurns()
         self._num_live: Counter[str] = Counter()
         self._num_running: Counter[str] = Counter()
-        # Tokens of the running requests.
-        self._num_tokens: Counter[str] = Counter()
 
     def add(self, request: Request) -> None:
         """Sets the turn of a request that has arrived, and counts it."""
@@ -47,12 +46,10 @@ class TenantShares:
         """Counts a request that runs from now on."""
         self._turns.serve(request)
         self._num_running[request.tenant] += 1
-        self._num_tokens[request.tenant] += expected_tokens(request)
 
     def stop(self, request: Request) -> None:
         """Counts a request that was preempted."""
         self._num_running[request.tenant] -= 1
-        self._num_tokens[request.tenant] -= expected_tokens(request)
 
     def end(self, request: Request, *, has_run: bool) -> None:
         """Forgets a request that has ended, and its tenant if it was the last one.
@@ -65,7 +62,7 @@ class TenantShares:
         self._turns.remove(request, was_served=has_run or request.has_claimed)
         self._num_live[request.tenant] -= 1
         if self._num_live[request.tenant] == 0:
-            for counts in (self._num_live, self._num_running, self._num_tokens):
+            for counts in (self._num_live, self._num_running):
                 del counts[request.tenant]
 
     @property
@@ -73,7 +70,7 @@ class TenantShares:
         """Number of tenants with live requests."""
         return len(self._num_live)
 
-    def claims(self, num_places: int, priority: int) -> Claims | None:
+    def claims(self, num_places: int, priority: int, running: Sequence[Request]) -> Claims | None:
         """Returns what tenants may have before others; None if no tenant waits with less than an equal share.
 
         `num_places` requests can run if some of those that run give their places. The requests that come first have
@@ -90,7 +87,10 @@ class TenantShares:
         }
         if not lacking:
             return None
-        max_lead = share * self._num_tokens[largest] // self._num_running[largest]
+        # A long answer counts with what it has become by now.
+        num_tokens = sum(max(expected_tokens(one), one.num_tokens) for one in running if one.tenant == largest)
+        num_running = self._num_running[largest]
+        max_lead = num_tokens * max(share, num_running) // num_running + self._turns.unseen_surplus(largest, priority)
         return Claims(share, lacking, self._turns.now(priority) + max_lead)
 
     def requests_to_yield(self, running: Sequence[Request], claimant: Request, share: int) -> Iterator[Request]:

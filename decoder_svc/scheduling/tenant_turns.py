@@ -33,6 +33,10 @@ class _TenantTurn:
     latest: int
     # The place where that request ends, tokens.
     end: int
+    # Tokens that its ended requests took beyond what was expected of them.
+    surplus: int = 0
+    # That number when the latest one that was served got its turn, which does not know of more.
+    served_surplus: int = 0
 
 
 @dataclass(slots=True)
@@ -70,16 +74,31 @@ class TenantTurns:
         request.turn = level.now
         if (tenant := level.tenants.get(request.tenant)) is not None:
             request.turn = max(level.now, tenant.end, tenant.latest)
-        level.tenants[request.tenant] = _TenantTurn(request.turn, request.turn + expected_tokens(request))
+        end = request.turn + expected_tokens(request)
+        if tenant is None:
+            level.tenants[request.tenant] = _TenantTurn(request.turn, end)
+        else:
+            tenant.latest, tenant.end = request.turn, end
+            request.surplus_before = tenant.surplus
 
     def serve(self, request: Request) -> None:
         """Notes that a request is served."""
         level = self._levels[request.priority]
         level.now = max(level.now, request.turn)
+        if (tenant := level.tenants.get(request.tenant)) is not None:
+            tenant.served_surplus = max(tenant.served_surplus, request.surplus_before)
 
     def now(self, priority: int) -> int:
         """Returns the latest turn that was served at a priority with live requests."""
         return self._levels[priority].now
+
+    def unseen_surplus(self, tenant: str, priority: int) -> int:
+        """Returns the tokens by which a tenant's turns are too early, because its answers became longer than expected.
+
+        Turns that were given stay; the later ones are right.
+        """
+        found = self._levels[priority].tenants.get(tenant)
+        return 0 if found is None else max(0, found.surplus - found.served_surplus)
 
     def remove(self, request: Request, *, was_served: bool) -> None:
         """Forgets a request that has ended, and counts for its tenant what it really took."""
@@ -91,4 +110,5 @@ class TenantTurns:
         if (tenant := level.tenants.get(request.tenant)) is not None:
             num_tokens = request.num_prompt_tokens + request.num_output_tokens if was_served else 0
             tenant.end += num_tokens - expected_tokens(request)
+            tenant.surplus += max(0, num_tokens - expected_tokens(request))
         level.forget_some()

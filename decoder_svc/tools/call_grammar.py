@@ -64,11 +64,11 @@ class _Grammar:
         """Returns the expression for any text up to and with `end`. None of the texts in `without` is in it."""
         if self.control_id(end) is not None:
             # The token's text may not be spelled before it, since both would look the same in the answer.
-            return f"{self._terminal(_ANYTHING, [end, *without])} {self.text(end)}"
+            return f"{self.text_without(_ANYTHING, [end, *without])} {self.text(end)}"
         once = f"/(.|\\n)*{_escaped(end)}/ & ~/(.|\\n)*{_escaped(end)}(.|\\n)+/"
-        return self.rule(name, self._terminal(once, without))
+        return self.rule(name, self.text_without(once, without))
 
-    def _terminal(self, expression: str, without: Sequence[str]) -> str:
+    def text_without(self, expression: str, without: Sequence[str]) -> str:
         """Adds a terminal for texts that have none of the given ones in them, and returns its name."""
         name = f"TEXT_{len(self.rules)}"
         excluded = f" & ~/(.|\\n)*({'|'.join(map(_escaped, without))})(.|\\n)*/" if without else ""
@@ -100,7 +100,7 @@ def call_constraint(
         raise UnsupportedError("this model does not mark its calls by a token; for strict functions, require a call")
     grammar = _Grammar(control_id)
     calls = _calls(grammar, form, callable_tools, is_single=choice.is_single or choice.mode is ToolMode.NAMED)
-    answer = calls if is_forced else f"({_text_of_answer(grammar)})? ({calls})?"
+    answer = calls if is_forced else f"({_text_of_answer(grammar, form)})? ({calls})?"
     grammar.rule("start", f"{_reasoning(grammar, reasoning, begins_in_reasoning)} {answer}")
     return Constraint(
         ConstraintKind.TOOL_CALLS,
@@ -114,8 +114,12 @@ def call_constraint(
     )
 
 
-def _text_of_answer(grammar: _Grammar) -> str:
-    return grammar.rule("answer_text", _ANYTHING)
+def _text_of_answer(grammar: _Grammar, form: ToolFormat) -> str:
+    """Returns the expression for the text before calls.
+
+    It does not spell the mark of a call with other tokens: that would look like a call, with any arguments.
+    """
+    return grammar.text_without(_ANYTHING, [form.begin])
 
 
 def _reasoning(grammar: _Grammar, reasoning: ReasoningFormat | None, begins_in_reasoning: bool) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from lookonce import AsyncClient, Message
+from lookonce import AsyncClient, Message, TokenPrompt
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.conftest import DEMO_MODEL
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
@@ -118,6 +118,20 @@ async def test_tokens_of_images_have_none_and_those_behind_them_know_the_image(m
                 check(answer.prompt_logprobs, reference(model, prompt.token_ids, **pixels), prompt.token_ids, 2)
                 found.append(answer.prompt_logprobs)
     assert found[0] != found[1]
+
+
+async def test_each_token_has_an_entry_also_if_all_stand_for_an_image() -> None:
+    with InProcessStack(DEMO_MODEL, num_encoders=1, num_decoders=1) as stack:
+        async with AsyncClient.connect(stack.decoder_targets[0]) as client:
+            (picture,) = fresh(1)
+            chat = await client.tokenize([Message("user", [picture.data])])
+            (span,) = chat.images
+            image_id = chat.token_ids[span.offset]
+            for ids in ([image_id], [5, image_id]):
+                answer = await client.generate(TokenPrompt(ids, [picture.data]), max_tokens=2, prompt_logprobs=1)
+                num_tokens = len(ids) - 1 + span.length
+                assert answer.prompt_logprobs is not None
+                assert [len(entry) for entry in answer.prompt_logprobs] == [0] * (num_tokens - 1)
 
 
 async def test_what_is_refused_is_named() -> None:

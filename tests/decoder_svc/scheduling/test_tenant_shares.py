@@ -52,7 +52,7 @@ def test_who_may_have_places_and_who_gives_one(
     late = [request(f"late{tenant}", 10, tenant=tenant, arrival_s=99) for tenant in waiting]
     for one in late:
         target.add(one)
-    claims = target.claims(len(tenants), 0)
+    claims = target.claims(len(tenants), 0, found)
     assert (None if claims is None else claims.num_places) == places
     if claims is not None:
         yielding = target.requests_to_yield(found, late[-1], claims.share)
@@ -218,6 +218,31 @@ def test_few_but_long_requests_have_no_more_than_their_share_of_the_work() -> No
         for chunk in step(target).chunks:
             taken["long" if chunk.request_id.startswith("long") else "short"] += chunk.num_tokens
     assert 0.5 < taken["long"] / taken["short"] < 2
+
+
+@pytest.mark.parametrize("num_places", [4, 8])
+def test_long_answers_count_for_what_they_become(num_places: int) -> None:
+    """Each counts for 256 tokens when it arrives. A tenant with short ones must not be ahead of them by the rest."""
+    target = scheduler(max_num_seqs=num_places, token_budget=400, num_blocks=8000, context=1000)
+    numbers = itertools.count()
+    added: dict[RequestId, int] = {}
+
+    def keep_busy(tenant: str, number: int, num_tokens: int, max_tokens: int, now: int) -> None:
+        live = sum(one.tenant == tenant for one in target.live_requests())
+        for index in itertools.islice(numbers, number - live):
+            new = request(f"{tenant}{index}", num_tokens, arrival_s=now, max_tokens=max_tokens, tenant=tenant)
+            target.add(new)
+            added[new.request_id] = now
+
+    waits = []
+    for now in range(3000):
+        keep_busy("long", 8 * num_places, 9, 900, now)
+        if now > 20:
+            keep_busy("short", num_places // 4, 24, 16, now)
+        waits += [now - added[one.request_id] for one in step(target).admitted if one.request_id.startswith("short")]
+    # As many as without the other tenant, each of which takes 16 steps.
+    assert len(waits) > (3000 - 20) / 17 * (num_places // 4)
+    assert max(waits) <= 3, sorted(waits)[-20:]
 
 
 def test_blocks_are_shared_like_places() -> None:

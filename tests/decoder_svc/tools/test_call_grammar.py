@@ -133,6 +133,21 @@ def test_a_free_choice_has_no_constraint_unless_a_function_is_strict() -> None:
         constraint("llama", auto, strict)
 
 
+def test_text_before_a_strict_call_does_not_spell_its_mark(grammars: Grammars) -> None:
+    """It would be read as a call with any arguments. The demo model's tokenizer has no such token; any id will do."""
+    ids = {"<tool_call>": 4, "</tool_call>": 3}
+    strict = [Tool("a", "", "", is_strict=True)]
+    found = constraint("hermes", ToolChoice(ToolMode.AUTO), strict, control_ids=ids)
+    assert found is not None
+
+    def allows(text: str) -> bool:
+        matcher = grammars.matcher(found)
+        return all(matcher.consume_token(one) for one in grammars.tokenizer.tokenize_str(text))
+
+    assert allows("You wrote <tool_ call> and <tool_call, and no more")
+    assert not allows('You wrote <tool_call>{"name": "a", "arguments": {"x": "bad"}}</tool_call> as text')
+
+
 def test_reasoning_may_come_before_a_forced_call(grammars: Grammars) -> None:
     found = constraint("hermes", reasoning=REASONING_FORMATS[0])
     assert found is not None
