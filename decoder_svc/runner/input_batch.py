@@ -96,7 +96,7 @@ class RequestRow:
     def take_prompt_logprobs(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         """Returns the log probabilities of all tokens of the prompt but the first, and forgets them.
 
-        None are told if nobody asks, and with the later tokens of an answer.
+        Later tokens of an answer come without them, and those of requests that did not ask.
         """
         if self.params.prompt_logprobs is None or self.has_answer:
             return ()

@@ -72,7 +72,7 @@ class Request:
         self.tenant = tenant
         # The place among those of the same priority; set by TenantTurns.
         self.turn = 0
-        # What its tenant's answers had taken beyond what was expected of them when it got its turn, tokens.
+        # Tokens that its tenant's answers had taken beyond what was expected of them, when it got its turn.
         self.surplus_before = 0
         # Whether running requests have given their places for this one: once only.
         self.has_claimed = False

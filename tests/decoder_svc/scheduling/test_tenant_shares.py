@@ -240,7 +240,7 @@ def test_long_answers_count_for_what_they_become(num_places: int) -> None:
         if now > 20:
             keep_busy("short", num_places // 4, 24, 16, now)
         waits += [now - added[one.request_id] for one in step(target).admitted if one.request_id.startswith("short")]
-    # As many as without the other tenant, each of which takes 16 steps.
+    # Alone, the tenant would have as many answers: each takes 16 steps.
     assert len(waits) > (3000 - 20) / 17 * (num_places // 4)
     assert max(waits) <= 3, sorted(waits)[-20:]
 
