@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[pb.ScoreRequest, str]] = {
     ),
     "alternatives": (
         pb.ScoreRequest(params=prompt("chat"), continuations=[pb.Continuation(text="x")], logprobs=100),
-        "sampling.logprobs",
+        "logprobs",
     ),
 }
 
