@@ -28,13 +28,16 @@ class AnswerTimeEstimator:
         """
         if self._served_s is None or num_live < self._max_running:
             return 0.0
-        is_pool_full = load.kv_cache_usage >= _FULL_POOL
-        num_places = max(1, load.running_requests) if is_pool_full else self._max_running
+        num_places = self.num_places(load)
         # Steps may take longer now than they did for the requests in the mean, because the load has grown.
         served_s = max(self._served_s, self._num_tokens * load.step_s)
         wait_s = max(0, num_ahead + 1 - num_places) * served_s / num_places
         share = 1.0 if max_tokens is None else min(1.0, max_tokens / self._num_tokens)
         return wait_s + share * served_s
+
+    def num_places(self, load: EngineLoad) -> int:
+        """Returns how many requests can run at once, as far as blocks of the KV pool allow it now."""
+        return max(1, load.running_requests) if load.kv_cache_usage >= _FULL_POOL else self._max_running
 
     def note_served(self, served_s: float, num_tokens: int) -> None:
         """Adds a request whose answer of `num_tokens` tokens ended `served_s` seconds after its first step."""

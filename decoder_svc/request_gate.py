@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -190,19 +191,31 @@ class RequestGate:
 
     def expected_s(self, priority: int, max_tokens: int | None, tenant: str = "") -> float:
         """Returns the seconds until an answer that is asked for now is complete; 0 while it need not wait to run."""
-        num_live = 0
-        # Requests that may be served before this one, by tenant.
-        before: dict[str, int] = {}
-        # This runs for every arrival: 12 µs for 100 requests (AMD EPYC, 2026-11-23), where a refusal takes 750 µs.
+        # This runs for every arrival: 38 µs for 100 requests of 10 tenants (Xeon, 2026-11-29), where a refusal takes 750 µs.
+        groups: dict[tuple[int, str], int] = {}
         for ticket in self._tickets.values():
-            num_live += (num_choices := ticket.num_live)
-            if ticket.priority <= priority:
-                before[ticket.identity.tenant] = before.get(ticket.identity.tenant, 0) + num_choices
+            group = ticket.priority, ticket.identity.tenant
+            groups[group] = groups.get(group, 0) + ticket.num_live
+        # Live requests by tenant: all, those that may be served before this one, and those that may yield to it.
+        live: Counter[str] = Counter()
+        before: Counter[str] = Counter()
+        may_yield: Counter[str] = Counter()
+        for (other_priority, other), number in groups.items():
+            live[other] += number
+            if other_priority <= priority:
+                before[other] += number
+            if other_priority >= priority:
+                may_yield[other] += number
+        num_live = live.total()
         load = self._load()
-        num_own = before.get(tenant, 0)
+        num_own = before[tenant]
         # Tenants take turns.
         in_turn = num_own + sum(min(number, num_own + 1) for other, number in before.items() if other != tenant)
-        num_ahead = max(in_turn, min(load.running_requests, sum(before.values())))
+        num_ahead = max(in_turn, min(load.running_requests, before.total()))
+        # A tenant with less than an equal share is given a place by one that has more (tenant_shares.py).
+        share = max(1, self._answer_time.num_places(load) // len({tenant, *live}))
+        if live[tenant] < share < max((may_yield[other] for other in live if other != tenant), default=0):
+            num_ahead = min(num_ahead, num_live - may_yield.total() + num_own)
         return self._answer_time.expected_s(num_live, num_ahead, load, max_tokens)
 
     def _check_share(self, identity: Identity, num_choices: int) -> None:

@@ -33,9 +33,10 @@ class _TenantTurn:
     latest: int
     # The place where that request ends, tokens.
     end: int
-    # Tokens that its ended requests took beyond what was expected of them.
+    # Tokens that its ended requests took beyond what was expected of them; less than 0 if they took fewer.
     surplus: int = 0
-    # That number when the latest one that was served got its turn, which does not know of more.
+    # The latest turn of one that was served, and that number when the turn was given, which does not know of more.
+    served: int = 0
     served_surplus: int = 0
 
 
@@ -85,8 +86,9 @@ class TenantTurns:
         """Notes that a request is served."""
         level = self._levels[request.priority]
         level.now = max(level.now, request.turn)
-        if (tenant := level.tenants.get(request.tenant)) is not None:
-            tenant.served_surplus = max(tenant.served_surplus, request.surplus_before)
+        tenant = level.tenants.get(request.tenant)
+        if tenant is not None and request.turn >= tenant.served:
+            tenant.served, tenant.served_surplus = request.turn, request.surplus_before
 
     def now(self, priority: int) -> int:
         """Returns the latest turn that was served at a priority with live requests."""
@@ -109,6 +111,7 @@ class TenantTurns:
             return
         if (tenant := level.tenants.get(request.tenant)) is not None:
             num_tokens = request.num_prompt_tokens + request.num_output_tokens if was_served else 0
-            tenant.end += num_tokens - expected_tokens(request)
-            tenant.surplus += max(0, num_tokens - expected_tokens(request))
+            surplus = num_tokens - expected_tokens(request)
+            tenant.end += surplus
+            tenant.surplus += surplus
         level.forget_some()

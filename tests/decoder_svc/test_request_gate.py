@@ -149,6 +149,30 @@ def test_a_request_does_not_wait_for_those_of_lower_priority(service: Service) -
         service.enter(priority=5, has_s=3.0)
 
 
+def test_a_tenant_with_less_than_its_share_does_not_wait_for_one_with_more(service: Service) -> None:
+    service.enter(100, identity=TENANT_A)
+    service.enter(1, identity=TENANT_B, has_s=SERVED_S / 0.85)
+    with pytest.raises(OverloadedError):
+        service.enter(1, identity=TENANT_A, has_s=SERVED_S / 0.85)
+    service.enter(1, identity=TENANT_B, has_s=SERVED_S / 0.85)
+    with pytest.raises(OverloadedError):
+        service.enter(1, identity=TENANT_B, has_s=SERVED_S / 0.85)
+
+
+def test_no_place_is_given_by_requests_of_higher_priority(service: Service) -> None:
+    service.enter(100, identity=TENANT_A, priority=-1)
+    with pytest.raises(OverloadedError):
+        service.enter(1, identity=TENANT_B, has_s=SERVED_S / 0.85)
+    service.enter(1, identity=TENANT_B, priority=-1, has_s=SERVED_S / 0.85)
+
+
+def test_no_place_is_given_where_all_have_an_equal_share(service: Service) -> None:
+    for index in range(NUM_PLACES):
+        service.enter(1, identity=Identity("x", f"tenant {index}", CallerRole.CLIENT))
+    with pytest.raises(OverloadedError):
+        service.enter(1, identity=TENANT_A, has_s=SERVED_S / 0.85)
+
+
 def test_no_request_is_refused_for_its_time_before_one_has_ended() -> None:
     service = Service()
     service.enter(1000, has_s=0.001)
@@ -261,10 +285,9 @@ def test_callers_without_tokens_may_have_all_places(service: Service) -> None:
 
 def test_a_request_waits_for_one_of_another_tenant_for_each_of_its_own(service: Service) -> None:
     service.enter(500, identity=TENANT_A)
-    one = service.gate.expected_s(0, None, "b")
-    # The running ones are ahead of it, and one of them must end.
-    assert one == pytest.approx(SERVED_S / NUM_PLACES + SERVED_S)
-    assert service.gate.expected_s(0, None, "a") > 100 * one
+    # One of the running ones gives its place.
+    assert service.gate.expected_s(0, None, "b") == pytest.approx(SERVED_S)
+    assert service.gate.expected_s(0, None, "a") > 100 * SERVED_S
     service.enter(20, identity=TENANT_B)
     assert service.gate.expected_s(0, None, "b") == pytest.approx(
         (41 + 1 - NUM_PLACES) * SERVED_S / NUM_PLACES + SERVED_S

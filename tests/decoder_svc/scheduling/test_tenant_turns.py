@@ -149,3 +149,25 @@ def test_the_order_within_a_tenant_stays_when_answers_become_short() -> None:
     turns.add(all_of_them[5])
     found = [each.serving_order for each in all_of_them[1:]]
     assert found == sorted(found)
+
+
+def test_short_answers_make_up_for_long_ones() -> None:
+    """The surplus that the turns of a tenant do not know of is the sum of all differences, and known from then on."""
+    turns = TenantTurns()
+    many = [request("a", number) for number in range(6)]
+    for each in many:
+        turns.add(each)
+    for each in many[:4]:
+        turns.serve(each)
+    found = []
+    for each, num_tokens in zip(many[:3], (256 + 100, 256 - 70, 256 + 40), strict=True):
+        each.token_ids += [7] * num_tokens
+        turns.remove(each, was_served=True)
+        found.append(turns.unseen_surplus("a", 0))
+    assert found == [100, 30, 70]
+    later = request("a", 10)
+    turns.add(later)
+    turns.serve(later)
+    assert turns.unseen_surplus("a", 0) == 0
+    turns.serve(many[4])
+    assert turns.unseen_surplus("a", 0) == 0, "it got its turn before a later one that was served"
