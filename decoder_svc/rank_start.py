@@ -68,9 +68,7 @@ def rank_config(settings: DecoderSettings, device: DeviceChoice) -> RankConfig:
     )
 
 
-def config_of_rank(
-    config: RankConfig, folder: ModelFolder, num_threads: int | None, ranks: RankGroup
-) -> RunnerConfig:
+def config_of_rank(config: RankConfig, folder: ModelFolder, num_threads: int | None, ranks: RankGroup) -> RunnerConfig:
     """Returns the configuration of a rank's runner, for a process that is not rank 0."""
     return RunnerConfig(
         folder=folder.path,

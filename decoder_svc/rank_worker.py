@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lookonce.errors import LookonceError
 from lookonce.model.kernels.openmp import set_openmp_spin_count
@@ -78,7 +78,8 @@ def run(rank: Callable[[], None]) -> None:
 
 def main() -> None:
     """Runs the process. Arguments: file of the connection to rank 0, model folder, threads, log format and level."""
-    file, model, num_threads, log_format, log_level = sys.argv[1:]
+    arguments: list[Any] = sys.argv[1:]
+    file, model, num_threads, log_format, log_level = arguments
     set_up_heap()
     configure_logging(log_format, log_level)
     run(lambda: serve(lambda: _parent(int(file)), pathlib.Path(model), int(num_threads)))

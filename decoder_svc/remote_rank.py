@@ -1,7 +1,7 @@
 """`python -m decoder_svc.remote_rank`: settings → rank 0 → this rank's part of the model → steps, until rank 0 ends.
 
-SIGTERM ends it while it waits for rank 0. Later rank 0 is told to end as well, and drains, for which it needs its ranks:
-this one goes on until rank 0 has ended. A second SIGTERM ends it at once.
+SIGTERM ends it while it waits for rank 0. Later, rank 0 is told to end as well, and drains, for which it needs its
+ranks: this one goes on until rank 0 has ended. A second SIGTERM ends it at once.
 """
 
 from __future__ import annotations

@@ -248,7 +248,9 @@ class RankSettings(EnvironmentSettings):
     """A rank of a split model on a machine of its own: computes what the decoder tells it."""
 
     model: pathlib.Path = Field(description="Folder of the decoder's model on this machine.")
-    leader: str = Field(description="host:port of the decoder's rank_listen. The rank waits until the decoder is there.")
+    leader: str = Field(
+        description="host:port of the decoder's rank_listen. The rank waits until the decoder is there."
+    )
     rank_key_file: pathlib.Path = Field(description="File with the key, the same as the decoder's.")
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="Threads for tensor work. Default: one per CPU of this process."

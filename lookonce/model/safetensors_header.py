@@ -25,7 +25,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    # Where its values begin in the file, bytes.
+    # The place in the file where its values begin, bytes.
     start: int
 
 

@@ -1,4 +1,4 @@
-"""How the ranks learn each other's addresses: through the connections that each has to rank 0.
+"""The ranks learn each other's addresses through the connections that each has to rank 0.
 
 PyTorch's engine asks a store for what other ranks have put in. Its own stores are a file, which is on one machine, and
 a server on a port of its own, which answers everybody. These connections are there already, and who is at their other
@@ -20,7 +20,7 @@ from decoder_svc.runner.parallel.messages import Ask, Met, Tell, Told, encoded, 
 logger = logging.getLogger(__name__)
 
 
-class MeetingStore(dist.Store):
+class MeetingStore(dist.Store):  # type: ignore[misc]
     """Rank 0's store. It answers the other ranks, each from a thread, until they have met."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class MeetingStore(dist.Store):
         self._is_lost = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Puts a value in."""
+        """Sets the value of a key."""
         with self._changed:
             self._told[key] = value.encode() if isinstance(value, str) else bytes(value)
             self._changed.notify_all()
@@ -76,7 +76,7 @@ class MeetingStore(dist.Store):
                     self._changed.notify_all()
 
 
-class RemoteStore(dist.Store):
+class RemoteStore(dist.Store):  # type: ignore[misc]
     """The same store, seen by another rank. One thread uses it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -85,7 +85,7 @@ class RemoteStore(dist.Store):
         self._connection = connection
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Puts a value in. Raises OSError when rank 0 has ended."""
+        """Sets the value of a key. Raises OSError when rank 0 has ended."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._connection.send_bytes(encoded(Tell(key, data)))
 

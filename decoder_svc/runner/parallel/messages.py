@@ -6,8 +6,8 @@ rank 0 -> each other   Start       who it is, and what it loads; it answers Load
                        Forward     it computes the layers for these tokens
                        Head        it computes its part of the logits of hidden states
 
-Between Start and Loaded, the ranks meet (meeting_store.py): a rank sends Tell and Ask, which rank 0 answers by Told, and
-Met at the end.
+Between Start and Loaded, the ranks meet (meeting_store.py): a rank sends Tell and Ask, which rank 0 answers by Told,
+and Met at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from decoder_svc.runner.input_batch import FlatInputs
 
 
 class RankConfig(msgspec.Struct, frozen=True):
-    """What all ranks load alike. A rank on a machine of its own has its own model folder and number of threads."""
+    """The settings with which all ranks load the model. Model folder and number of threads are those of each machine."""
 
     # Name of the device's platform.
     device: str

@@ -7,8 +7,8 @@ import hashlib
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.safetensors_header import read_header
 
-# Read of each tensor at its beginning and in its middle, bytes. Models of one architecture that were trained apart differ
-# in every tensor; two reads also tell those apart of which one begins with zeros, as tables with unused rows do.
+# Bytes that are read of each tensor at its beginning and in its middle. Models of one architecture that were trained
+# apart differ in every tensor. Two reads also tell those apart whose tensors begin with zeros, as some tables do.
 _SAMPLE_BYTES = 4096
 
 

@@ -6,8 +6,8 @@ rank    -> rank 0   Proof       its own
 rank 0  -> rank     Welcome     or Refusal, with the reason
 
 A proof is an HMAC-SHA-256 under the key of the side that proves, both numbers, version and digest, so that no message
-of one side or of an earlier handshake is a proof. What follows is neither encrypted nor authenticated: ranks belong into
-a network of their own, as with any engine for distributed tensors.
+of one side or of an earlier handshake is a proof. What follows is neither encrypted nor authenticated: ranks belong
+into a network of their own, as with any engine for distributed tensors.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Hello(msgspec.Struct, tag=True):
     """The first message of a rank."""
 
     version: str
-    # Of the model's configuration and weights (model_digest.py).
+    # The digest of the model's configuration and weights (model_digest.py).
     model_digest: str
     nonce: bytes
 
 
 class Challenge(msgspec.Struct, tag=True):
-    """Rank 0's answer."""
+    """The answer of rank 0, with its proof."""
 
     nonce: bytes
     proof: bytes

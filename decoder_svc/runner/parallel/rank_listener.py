@@ -25,7 +25,7 @@ _LOG_S = 60.0
 
 class _Arrival(NamedTuple):
     connection: Connection
-    # Where it comes from, and the address of this machine at which it came.
+    # The address of its machine, and the one of this machine at which it came.
     peer: str
     address: str
 
@@ -97,7 +97,7 @@ class RankListener:
         for one in come:
             if one.address != come[-1].address:
                 logger.warning(
-                    "the rank from %s came at the address %s and a later one at %s, which all must use; it is sent away",
+                    "the rank from %s came at the address %s, and a later one at %s, which all must use; it is cut off",
                     one.peer,
                     one.address,
                     come[-1].address,
@@ -136,9 +136,9 @@ class RankListener:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, place = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
