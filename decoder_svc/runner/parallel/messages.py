@@ -22,7 +22,7 @@ from decoder_svc.runner.input_batch import FlatInputs
 
 
 class RankConfig(msgspec.Struct, frozen=True):
-    """The settings with which all ranks load the model. Model folder and number of threads are those of each machine."""
+    """The settings with which all ranks load the model. Folder and number of threads are those of each machine."""
 
     # Name of the device's platform.
     device: str
