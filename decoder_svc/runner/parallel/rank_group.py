@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decoder_svc.runner.parallel.keepalive import keep_all_alive
+
 # A rank that is late may load its weights from a slow disk. One that has ended is noticed at once.
 _TIMEOUT = timedelta(minutes=30)
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -42,6 +44,8 @@ class RankGroup:
         ]
         self._store = store
         self._gloo = gloo(store, rank, size, options)
+        if address is not None:
+            keep_all_alive()
         self._from_first, self._to_first = dist.BroadcastOptions(), dist.GatherOptions()
         self._from_first.rootRank = self._to_first.rootRank = 0
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from decoder_svc.runner.parallel.keepalive import keep_alive
 from lookonce.errors import ConfigurationError
 
 MessageT = TypeVar("MessageT")
@@ -34,9 +35,6 @@ _NONCE_BYTES = 32
 # A stranger's first message may have any length, and each may come late.
 _MAX_MESSAGE_BYTES = 4096
 _TIMEOUT_S = 10.0
-# A machine that has vanished is noticed within 25 s, with data on the way or without.
-_KEEPALIVE_IDLE_S, _KEEPALIVE_PAUSE_S, _KEEPALIVE_PROBES = 10, 5, 3
-_UNANSWERED_MS = 25_000
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -137,11 +135,7 @@ def introduce(sock: socket.socket, key: bytes, version: str, model_digest: str) 
 def _handshake(sock: socket.socket) -> Iterator[Connection]:
     """Makes a connection of a socket. Cuts it when the block takes too long, and closes it if the block raises."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_PAUSE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+    keep_alive(sock)
     sock.setblocking(True)
     # The same socket under another number, so that it can be cut while the connection has it.
     with sock.dup() as cutter:
