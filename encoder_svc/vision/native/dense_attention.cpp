@@ -1,6 +1,6 @@
 // Attention among all tokens of an image, as vision towers compute it: no mask, no KV cache.
 //
-// Keys and values of a head are first packed for the product in tile.h. Then a few query rows at a time pass over all
+// Keys and values of a head are first packed for the product in product.h. Then a few query rows at a time pass over all
 // keys, so their scores stay in the L1 cache and each row's maximum is known before its weights are computed. Scores,
 // sums and softmax are float32; weights have the elements' type. A row's numbers depend only on its own image.
 
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "phases.h"
+#include "product.h"
 #include "tile.h"
 
 namespace lookonce {
@@ -57,18 +58,21 @@ class DenseAttention {
 
   // Call from all threads of a parallel region.
   void run(Worker& worker) const {
-    const int64_t num_tiles = (shape_.num_tokens + kTileRows - 1) / kTileRows;
+    const int64_t num_tiles = (shape_.num_tokens + kRows - 1) / kRows;
     for (int64_t image = 0; image < shape_.num_images; ++image) {
       worker.run(shape_.num_heads, 1, [&](int64_t head) { pack(image, head); });
       const int64_t num_items = shape_.num_heads * num_tiles;
       worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
-        const int64_t first = item % num_tiles * kTileRows;
-        attend(image, item / num_tiles, first, std::min<int64_t>(kTileRows, shape_.num_tokens - first));
+        const int64_t first = item % num_tiles * kRows;
+        attend(image, item / num_tiles, first, std::min<int64_t>(kRows, shape_.num_tokens - first));
       });
     }
   }
 
  private:
+  // Query rows that pass over the keys together.
+  static constexpr int64_t kRows = Product<Type>::kRows;
+
   static int64_t words_per_head(const Shape& shape) {
     const int64_t key_words = shape.head_dim / Type::kPerWord;
     return columns(shape) * (key_words + rounded_up(shape.head_dim, kLanes) / Type::kPerWord);
@@ -100,21 +104,22 @@ class DenseAttention {
   void attend(int64_t image, int64_t head, int64_t first, int64_t num_rows) const {
     static thread_local std::vector<float> scores;
     static thread_local std::vector<Left> queries, weights;
-    scores.resize(kTileRows * num_columns_);
-    weights.resize(kTileRows * num_columns_);
+    scores.resize(kRows * num_columns_);
+    weights.resize(kRows * num_columns_);
     queries.resize(num_rows * shape_.head_dim);
     for (int64_t r = 0; r < num_rows; ++r) {
       const Element* from = queries_ + shape_.queries.at(image, head, first + r);
       copy_to_left<Type>(queries.data() + r * shape_.head_dim, from, shape_.head_dim);
     }
+    Product<Type> product;
     const uint32_t* keys = packed_keys(head);
     for (int64_t column = 0; column < num_columns_; column += kTileColumns) {
       const uint32_t* group = keys + column * num_key_words_;
       const Segment all{{group, group + kLanes * num_key_words_}, num_key_words_};
-      multiply<Type>(num_rows, kTileVectors, scores.data() + column, num_columns_,
-                     {queries.data(), shape_.head_dim, &all, 1, kLanes}, false);
+      product.multiply(num_rows, kTileVectors, scores.data() + column, num_columns_,
+                       {queries.data(), shape_.head_dim, &all, 1, kLanes}, false);
     }
-    float sums[kTileRows];
+    float sums[kRows];
     for (int64_t r = 0; r < num_rows; ++r) {
       sums[r] = weigh(scores.data() + r * num_columns_, weights.data() + r * num_columns_);
     }
@@ -123,9 +128,9 @@ class DenseAttention {
       const int64_t num_vectors = std::min<int64_t>(kTileVectors, num_value_vectors_ - vector);
       const uint32_t* values = packed_values(head) + vector * num_steps * kLanes;
       const Segment all{{values, values + (num_vectors - 1) * num_steps * kLanes}, num_steps};
-      alignas(64) float results[kTileRows * kTileColumns];
-      multiply<Type>(num_rows, num_vectors, results, kTileColumns,
-                     {weights.data(), num_columns_, &all, 1, kLanes}, false);
+      alignas(64) float results[kRows * kTileColumns];
+      product.multiply(num_rows, num_vectors, results, kTileColumns,
+                       {weights.data(), num_columns_, &all, 1, kLanes}, false);
       for (int64_t r = 0; r < num_rows; ++r) {
         for (int64_t v = 0; v < num_vectors; ++v) {
           const int64_t d = (vector + v) * kLanes;

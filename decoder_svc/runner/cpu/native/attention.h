@@ -12,6 +12,7 @@
 
 #include "phases.h"
 #include "pools.h"
+#include "product.h"
 #include "tile.h"
 
 namespace lookonce {
@@ -21,7 +22,11 @@ constexpr int64_t kPieceKeys = 256;
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kTileGroups = kTileKeys / kLanes;
 // Largest number of rows (tokens × the query heads that share a key head) that pass over the keys together.
+#if defined(__AMX_BF16__)
+constexpr int64_t kMaxRows = 32;
+#else
 constexpr int64_t kMaxRows = 36;
+#endif
 
 // One work item: a part of a sequence's attention for one key head.
 struct AttentionItem {
@@ -237,6 +242,7 @@ class Attention {
   // not.
   void attend_piece(const AttentionItem& item, int64_t num_rows, int64_t first_key, int64_t stop_key, Workspace& space,
                     const Sums& piece) const {
+    Product<Type> product;
     std::fill(piece.values, piece.values + num_rows * dim_, 0.0f);
     std::fill(piece.largest, piece.largest + num_rows, -INFINITY);
     std::fill(piece.weights, piece.weights + num_rows, 0.0f);
@@ -247,11 +253,11 @@ class Attention {
         expand(keys, next, space);
         next.num_groups = 0;
       }
-      score(keys, next, num_rows, space);
+      score(keys, next, num_rows, space, product);
       for (int64_t row = 0; row < num_rows; ++row) {
         weigh(space.sights[row / rows_per_token_], tile, row, space, piece);
       }
-      add_values(keys, next, num_rows, space, piece);
+      add_values(keys, next, num_rows, space, piece, product);
     }
   }
 
@@ -366,13 +372,14 @@ class Attention {
 
   // Computes scores, and prefetches the next tile's keys, a few cache lines per step. Blocks are scattered, so the
   // hardware prefetcher cannot guess the next one; requesting all lines at once would stall the computation.
-  void score(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space) const {
+  void score(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space,
+             Product<Type>& product) const {
     const int64_t num_words = dim_ / Type::kPerWord;
     for (int64_t group = 0; group < keys.num_groups; group += kTileVectors) {
       const int64_t num_vectors = std::min<int64_t>(kTileVectors, keys.num_groups - group);
       const Segment all{{keys.keys[group], keys.keys[group + num_vectors - 1]}, num_words};
       const bool is_full = keys.is_full(group, num_vectors);
-      for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
+      for_row_tiles<Product<Type>::kRows>(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
         Operands<Type> of{space.queries.data() + first * dim_, dim_, &all, 1, kLanes};
         if (first == 0) {
           for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.keys, (group + i) * num_words);
@@ -380,11 +387,11 @@ class Attention {
         }
         float* to = space.scores.data() + first * kTileKeys;
         if (is_full) {
-          multiply<Type>(count, num_vectors, to + keys.column[group], kTileKeys, of, false);
+          product.multiply(count, num_vectors, to + keys.column[group], kTileKeys, of, false);
           return;
         }
-        alignas(64) float scores[kTileRows * kTileColumns];
-        multiply<Type>(count, num_vectors, scores, kTileColumns, of, false);
+        alignas(64) float scores[Product<Type>::kRows * kTileColumns];
+        product.multiply(count, num_vectors, scores, kTileColumns, of, false);
         for (int64_t row = 0; row < count; ++row) {
           for (int64_t v = 0; v < num_vectors; ++v) {
             const float* from = scores + row * kTileColumns + v * kLanes + keys.lane[group + v];
@@ -452,8 +459,8 @@ class Attention {
   }
 
   // Adds weighted values, and prefetches the next tile's values like `score`.
-  void add_values(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space,
-                  const Sums& piece) const {
+  void add_values(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space, const Sums& piece,
+                  Product<Type>& product) const {
     const Left* weights = space.weights.data();
     const int64_t num_words = kTileKeys / Type::kPerWord;
     for (int64_t d = 0; d < dim_; d += kTileColumns) {
@@ -464,13 +471,13 @@ class Attention {
         const int64_t num_steps = (keys.counts[group] + Type::kPerWord - 1) / Type::kPerWord;
         segments[group] = {{values, values + (num_vectors - 1) * kLanes}, num_steps};
       }
-      for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
+      for_row_tiles<Product<Type>::kRows>(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
         Operands<Type> of{weights + first * kTileKeys + keys.column[0], kTileKeys, segments, keys.num_groups, dim_};
         if (first == 0) {
           for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.values, (2 * d / kTileColumns + i) * num_words);
           of.next_stride = kLanes;
         }
-        multiply<Type>(count, num_vectors, piece.values + first * dim_ + d, dim_, of, true);
+        product.multiply(count, num_vectors, piece.values + first * dim_ + d, dim_, of, true);
       });
     }
   }

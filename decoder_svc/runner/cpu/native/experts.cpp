@@ -140,14 +140,15 @@ class ExpertRun {
     const int64_t num_words = layer.num_inputs / Type::kPerWord;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
     const Segment all{{right, right + kLanes}, num_words};
-    for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t num_tiles) {
+    Product<Type> product;
+    for_row_tiles<Product<Type>::kRows>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t num_tiles) {
       Operands<Type> of{input + row * layer.num_inputs, layer.num_inputs, &all, 1, kTileColumns};
       if (num_tiles == 1) {
         of.next_stride = kTileColumns;
         of.next[0] = right + kAheadWords;
         of.next[1] = right + kAheadWords + kLanes;
       }
-      multiply<Type>(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, false);
+      product.multiply(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, false);
     });
   }
 

@@ -8,25 +8,13 @@
 
 #include <algorithm>
 
-#include "amx.h"
 #include "layer.h"
 #include "phases.h"
+#include "product.h"
 #include "quantized.h"
 #include "tile.h"
 
 namespace lookonce {
-
-#if defined(__AMX_BF16__)
-template <typename Type>
-constexpr bool kUsesAmx = std::is_same_v<Type, BFloat16>;
-#else
-template <typename Type>
-constexpr bool kUsesAmx = false;
-#endif
-
-// Rows that are multiplied with a panel at once.
-template <typename Type>
-constexpr int64_t kLinearRows = kUsesAmx<Type> ? 32 : kTileRows;
 
 // Bytes of input that one thread multiplies with a panel at once; they fit into its L2 cache.
 constexpr int64_t kChunkBytes = 1 << 18;
@@ -46,14 +34,15 @@ void linear(Worker& worker, const Linear& layer, const typename Type::Left* inpu
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_words = layer.num_inputs / Type::kPerWord;
   const int64_t row_bytes = layer.num_inputs * sizeof(*input);
-  const int64_t chunk_rows = std::max<int64_t>(1, kChunkBytes / row_bytes / kLinearRows<Type>) * kLinearRows<Type>;
+  const int64_t chunk_rows = std::max<int64_t>(1, kChunkBytes / row_bytes / Product<Type>::kRows) * Product<Type>::kRows;
   const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
   // A thread takes several neighbouring panels at a time if there are enough for all threads to end together.
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
   worker.run(num_chunks * num_panels, side_by_side, [&](int64_t item) {
     const int64_t chunk = item / num_panels * chunk_rows, panel = item % num_panels;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
-    alignas(64) float sums[kLinearRows<Type> * kTileColumns];
+    alignas(64) float sums[Product<Type>::kRows * kTileColumns];
+    Product<Type> product;
     const auto multiply_tile = [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
       const Segment all{{right, right + kLanes}, num_words};
       Operands<Type> of{input + (chunk + first) * layer.num_inputs, layer.num_inputs, &all, 1, kTileColumns};
@@ -66,10 +55,7 @@ void linear(Worker& worker, const Linear& layer, const typename Type::Left* inpu
         of.next[0] = right + kAheadWords;
         of.next[1] = right + kAheadWords + kLanes;
       }
-#if defined(__AMX_BF16__)
-      if constexpr (kUsesAmx<Type>) multiply_by_amx(count, sums, kTileColumns, of);
-#endif
-      if constexpr (!kUsesAmx<Type>) multiply<Type>(count, kTileVectors, sums, kTileColumns, of, false);
+      product.multiply(count, kTileVectors, sums, kTileColumns, of, false);
       for (int64_t row = 0; row < count; ++row) {
         float* of_row = sums + row * kTileColumns;
         if (layer.bias != nullptr) {
@@ -78,7 +64,7 @@ void linear(Worker& worker, const Linear& layer, const typename Type::Left* inpu
         finish(chunk + first + row, panel * kTileColumns, of_row);
       }
     };
-    for_row_tiles<kLinearRows<Type>>(std::min(chunk_rows, num_rows - chunk), multiply_tile);
+    for_row_tiles<Product<Type>::kRows>(std::min(chunk_rows, num_rows - chunk), multiply_tile);
   });
 }
 
