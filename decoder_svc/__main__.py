@@ -24,6 +24,7 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service until SIGTERM. Raises StartupError when it must not start."""
     # Imported here, because `main` first checks that the packages of the extra `serve` are installed.
     from decoder_svc.rows.encoder_channel import watched_credentials, watched_token
+    from decoder_svc.runner.parallel.rank_handshake import read_key
     from lookonce.devices.registry import check_device
     from lookonce.process.garbage import long_lived_objects
     from lookonce.process.heap import set_up_heap
@@ -49,6 +50,8 @@ async def serve(arguments: list[str]) -> None:
     load_tenants(settings.tenant_secret_file)
     watched_credentials(settings.encoder_tls_ca, settings.encoder_tls_cert, settings.encoder_tls_key)
     watched_token(settings.encoder_token_file)
+    if settings.rank_key_file is not None:
+        read_key(settings.rank_key_file)
     # Meanwhile probes see that the process is alive.
     telemetry.start_endpoint()
     set_openmp_spin_count()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
-
-import torch
-import transformers
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.frames import Vocabulary
@@ -21,14 +17,14 @@ from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.process.engine_process import EngineProcess
 from decoder_svc.prompt.family import DecoderFamily
+from decoder_svc.rank_start import TORCH_DTYPES, rank_config, started_ranks, threads_of_rank
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.parallel.leader import Leader
+from decoder_svc.runner.parallel.other_ranks import OtherRanks
 from decoder_svc.runner.parallel.rank_group import RankGroup
-from decoder_svc.runner.parallel.rank_processes import RankProcesses
-from decoder_svc.runner.parallel.split_model import kv_heads_of_rank
 from decoder_svc.runner.row_cache import ROW_DTYPES
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.selection import runner_class
@@ -79,7 +75,6 @@ _GUESSES_ABOVE_S = 0.0025
 # Fewest tokens of a context: one of a prompt and one of an answer.
 _LEAST_CONTEXT = 2
 _QUANTIZE_BITS = {"none": None, "int8": 8, "int4": 4}
-_TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def begin_engine_process(settings: DecoderSettings, device: DeviceChoice) -> EngineProcess | None:
@@ -133,13 +128,8 @@ def load_core(
 ) -> EngineThread:
     """Loads the language model into this process and sizes its memory pools. Raises what `build_engine` raises."""
     _check_mask(settings, family)
-    ranks = _started_ranks(settings, device)
-    try:
+    with started_ranks(settings, device) as ranks:
         runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family, ranks))
-    except BaseException:
-        if ranks is not None:
-            ranks.close()
-        raise
     logger.info("engine limits: %s", limits)
     scheduler = Scheduler(
         SchedulerLimits(
@@ -179,41 +169,12 @@ def load_core(
     return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 
 
-def load_rank(
-    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, ranks: RankGroup
-) -> ModelRunnerBase:
-    """Loads a rank's part of a split model, for a process that is not rank 0. Raises what `build_engine` raises."""
-    config = _runner_config(settings, device, ranks)
-    return run_in_short_lived_thread(lambda: runner_class(device.platform)(config, family))
-
-
-def _started_ranks(settings: DecoderSettings, device: DeviceChoice) -> RankProcesses | None:
-    """Starts the other ranks of a split model. Raises ConfigurationError for settings that do not go with one."""
-    if settings.tensor_parallel_size == 1:
-        return None
-    refused = {
-        f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
-        "with --quantize": settings.quantize != "none",
-        "with adapters": bool(settings.adapters or settings.adapters_folder),
-        "on this operating system": not hasattr(os, "memfd_create"),
-    }
-    for what, is_asked_for in refused.items():
-        if is_asked_for:
-            raise ConfigurationError(f"tensor_parallel_size is not offered {what} yet: leave one of the two out")
-    # Each rank would find it as well, after it has loaded its libraries.
-    config = transformers.AutoConfig.from_pretrained(settings.model, trust_remote_code=False, local_files_only=True)
-    kv_heads_of_rank(config.get_text_config(), settings.tensor_parallel_size)
-    return RankProcesses(settings.given_values(), settings.tensor_parallel_size)
-
-
 def _runner_config(settings: DecoderSettings, device: DeviceChoice, ranks: RankGroup | None) -> RunnerConfig:
-    num_cpus = len(os.sched_getaffinity(0))
     return RunnerConfig(
         folder=settings.model,
-        dtype=None if device.dtype is None else _TORCH_DTYPES[device.dtype],
+        dtype=None if device.dtype is None else TORCH_DTYPES[device.dtype],
         block_size=device.block_size,
-        # Ranks of one machine share its CPUs.
-        num_threads=settings.num_threads or (None if ranks is None else max(1, num_cpus // ranks.size)),
+        num_threads=settings.num_threads if ranks is None else threads_of_rank(settings),
         deterministic=settings.deterministic,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -226,15 +187,15 @@ def _runner_config(settings: DecoderSettings, device: DeviceChoice, ranks: RankG
 
 
 def _loaded(
-    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, processes: RankProcesses | None
+    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, others: OtherRanks | None
 ) -> tuple[ModelRunnerBase, EngineLimits]:
     """Returns a runner with its memory pools, and the resulting limits."""
-    ranks = None if processes is None else RankGroup(0, settings.tensor_parallel_size, processes.meeting_file)
+    ranks = None if others is None else others.meet(rank_config(settings, device))
     config = _runner_config(settings, device, ranks)
     runner = runner_class(device.platform)(config, family)
-    if processes is not None and ranks is not None:
-        processes.wait_until_loaded()
-        runner.lead(Leader(ranks, processes.connections))
+    if others is not None and ranks is not None:
+        others.wait_until_loaded()
+        runner.lead(Leader(ranks, others.connections))
     if runner.recurrent is not None and settings.speculative_tokens:
         raise ConfigurationError(
             f"speculative_tokens is {settings.speculative_tokens}; {family.title} has recurrent layers, whose state "

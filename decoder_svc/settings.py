@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from lookonce.errors import ConfigurationError
 from lookonce.model.adapter_folder import named_folders
 from lookonce.sdk.connection.target import checked_target
-from lookonce.server.settings import ServiceSettings
+from lookonce.server.settings import EnvironmentSettings, ServiceSettings, check_address
 
 
 class DecoderSettings(ServiceSettings):
@@ -120,6 +120,17 @@ class DecoderSettings(ServiceSettings):
         description="Processes over which the language model is split, each with its part of the weights and of the KV "
         "cache. kv_cache_memory_bytes and num_threads are those of each. On CPUs only so far.",
     )
+    rank_listen: str | None = Field(
+        None,
+        description="host:port at which the decoder waits for the other ranks of a split model, which run on machines "
+        "of their own (`lookonce serve rank`). What they exchange is not encrypted: use a private network. Unset: all "
+        "ranks are processes of this machine.",
+    )
+    rank_key_file: pathlib.Path | None = Field(
+        None,
+        description="File with a key of 64 hex characters, the same for the decoder and its ranks, by which they "
+        "recognise each other.",
+    )
     prefix_cache: bool = Field(True, description="Share the KV blocks of equal prompt prefixes between requests.")
 
     speculative_tokens: int = Field(
@@ -160,6 +171,11 @@ class DecoderSettings(ServiceSettings):
         except ConfigurationError as error:
             raise ValueError(error.message) from None
 
+    @field_validator("rank_listen")
+    @classmethod
+    def _check_rank_listen(cls, value: str | None) -> str | None:
+        return None if value is None else check_address(value)
+
     @field_validator("adapters_folder")
     @classmethod
     def _check_folder(cls, value: pathlib.Path | None) -> pathlib.Path | None:
@@ -177,6 +193,14 @@ class DecoderSettings(ServiceSettings):
             raise ValueError(f"adapters: {self.model_name} is the name of the base model; name the adapter otherwise")
         if self.adapters_folder is not None and self.admin_listen is None:
             raise ValueError("adapters_folder is for the calls on admin_listen; set that as well")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if (self.rank_listen is None) != (self.rank_key_file is None):
+            raise ValueError("rank_listen and rank_key_file belong together; set both or neither")
+        if self.rank_listen is not None and self.tensor_parallel_size == 1:
+            raise ValueError("rank_listen is for the ranks of a split model; set tensor_parallel_size as well")
         return self
 
     @model_validator(mode="after")
@@ -218,3 +242,27 @@ class DecoderSettings(ServiceSettings):
                 "may be cut; lower the former or raise the latter"
             )
         return self
+
+
+class RankSettings(EnvironmentSettings):
+    """A rank of a split model on a machine of its own: computes what the decoder tells it."""
+
+    model: pathlib.Path = Field(description="Folder of the decoder's model on this machine.")
+    leader: str = Field(
+        description="host:port of the decoder's rank_listen. The rank waits until the decoder is there."
+    )
+    rank_key_file: pathlib.Path = Field(description="File with the key, the same as the decoder's.")
+    num_threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads for tensor work. Default: one per CPU of this process."
+    )
+    log_format: Literal["json", "console"] = Field(
+        "json", description="json: one JSON object per line. console: for people."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level to log.")
+
+    @field_validator("leader")
+    @classmethod
+    def _check_leader(cls, value: str) -> str:
+        if check_address(value).endswith(":0"):
+            raise ValueError("must name the decoder's port, which is not 0")
+        return value

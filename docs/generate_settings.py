@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from decoder_svc.settings import DecoderSettings
+from decoder_svc.settings import DecoderSettings, RankSettings
 from encoder_svc.settings import EncoderSettings
 from gateway_svc.settings import GatewaySettings
 from lookonce.server.settings import EnvironmentSettings, ServiceSettings
@@ -52,6 +52,7 @@ def settings_page() -> str:
     shared = set(ServiceSettings.model_fields)
     sections = [("Encoder and decoder", _table(ServiceSettings, set()))]
     sections += [("Encoder", _table(EncoderSettings, shared)), ("Decoder", _table(DecoderSettings, shared))]
+    sections.append(("Rank of a split model", _table(RankSettings, set())))
     sections.append(("Gateway", _table(GatewaySettings, set())))
     tables = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections)
     return f"{_INTRODUCTION}\n{tables}\n"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lookonce.errors import ModelFolderError
 
@@ -24,6 +25,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    # The place in the file where its values begin, bytes.
+    start: int
 
 
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -45,10 +48,7 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     try:
         entries = {name: entry for name, entry in json.loads(content).items() if name != "__metadata__"}
         payload_bytes = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-        tensors = {
-            name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), _length(entry["data_offsets"]))
-            for name, entry in entries.items()
-        }
+        tensors = {name: _tensor(entry, _LENGTH_BYTES + header_bytes) for name, entry in entries.items()}
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
         raise broken from None
     if num_bytes != _LENGTH_BYTES + header_bytes + payload_bytes:
@@ -56,6 +56,6 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _length(offsets: Sequence[int]) -> int:
-    first, stop = offsets
-    return int(stop) - int(first)
+def _tensor(entry: Mapping[str, Any], payload_start: int) -> StoredTensor:
+    first, stop = map(int, entry["data_offsets"])
+    return StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), stop - first, payload_start + first)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lookonce.errors import ConfigurationError
 from lookonce.server.settings import ServiceSettings
 
-_NAMES = ("listen", "admin_listen", "health_listen", "metrics_listen")
+_NAMES = ("listen", "admin_listen", "health_listen", "metrics_listen", "rank_listen")
 
 
 class _Resolved(NamedTuple):
@@ -35,7 +35,7 @@ def check_addresses(settings: ServiceSettings) -> None:
 
     The addresses are free again afterwards, so another process may still take one while the model is loaded.
     """
-    addresses = {name: getattr(settings, name) for name in _NAMES}
+    addresses = {name: getattr(settings, name, None) for name in _NAMES}
     # Port 0 is any free one.
     resolved = [
         _resolve(f"--{name.replace('_', '-')}", address)

@@ -20,13 +20,15 @@ _DECODER = frozenset({
     "max_images_per_prompt",
     "max_logprobs", "max_num_batched_tokens", "max_num_seqs", "max_step_s", "max_stop_strings",
     "max_video_frames_per_prompt", "max_waiting_requests", "num_kv_blocks", "overlap_encode", "prefix_cache",
-    "quantize", "speculative_ngram_max", "speculative_ngram_min", "speculative_tokens",
+    "quantize", "rank_key_file", "rank_listen", "speculative_ngram_max", "speculative_ngram_min", "speculative_tokens",
     "tensor_parallel_size",
 })  # fmt: skip
 _GATEWAY = frozenset({
     "decoder_target", "decoder_tls_ca", "decoder_tls_cert", "decoder_tls_key", "image_hosts", "image_timeout_s",
     "max_body_bytes", "max_buffered_bytes", "playground", "private_image_hosts", "request_timeout_s",
 })  # fmt: skip
+# Read by a rank on a machine of its own, beside the decoder's.
+_RANK = frozenset({"leader"})
 # Read by the `lookonce` command.
 _CLIENT = frozenset({"admin_target", "target", "token", "token_over_plaintext", "tls_ca"})
 # Read by compose.yaml, by the tests of images, by benchmarks, by native_level.py and by hatch_build.py.
@@ -35,7 +37,7 @@ _TOOLS = frozenset({
     "peer_python",
 })  # fmt: skip
 # Names of variables that are no settings of both services.
-OTHER_NAMES = _ENCODER | _DECODER | _GATEWAY | _CLIENT | _TOOLS
+OTHER_NAMES = _ENCODER | _DECODER | _RANK | _GATEWAY | _CLIENT | _TOOLS
 
 _FLAG = re.compile("--?[A-Za-z][^=]*")
 # Variables that Kubernetes sets in all pods for a Service whose name begins with "lookonce-".

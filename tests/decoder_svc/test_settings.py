@@ -48,6 +48,10 @@ def test_the_defaults_fit_together() -> None:
             [*TARGET, "--encoder-tls-cert", "c.pem", "--encoder-tls-key", "k.pem"],
             "encoder_tls_cert needs encoder_tls_ca",
         ),
+        (["--rank-listen", "0.0.0.0:50060"], "rank_listen and rank_key_file belong together"),
+        (["--rank-key-file", "key"], "rank_listen and rank_key_file belong together"),
+        (["--rank-listen", "50060", "--rank-key-file", "key"], "must be host:port"),
+        (["--rank-listen", "0.0.0.0:50060", "--rank-key-file", "key"], "set tensor_parallel_size as well"),
     ],
 )
 def test_a_contradiction_names_its_fields(arguments: list[str], message: str) -> None:

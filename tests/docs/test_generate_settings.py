@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_svc.settings import DecoderSettings
+from decoder_svc.settings import DecoderSettings, RankSettings
 from docs.generate_settings import PAGE, settings_page
 from encoder_svc.settings import EncoderSettings
 from gateway_svc.settings import GatewaySettings
+from lookonce.server.settings import EnvironmentSettings
 
 
 def test_the_committed_page_is_current() -> None:
     assert PAGE.read_text("utf-8") == settings_page(), "run `make docs`"
 
 
-@pytest.mark.parametrize("settings_class", [EncoderSettings, DecoderSettings, GatewaySettings])
-def test_every_setting_is_described(settings_class: type[EncoderSettings | DecoderSettings | GatewaySettings]) -> None:
-    services, _, gateway = PAGE.read_text("utf-8").partition("## Gateway")
-    page = gateway if settings_class is GatewaySettings else services
+@pytest.mark.parametrize("settings_class", [EncoderSettings, DecoderSettings, RankSettings, GatewaySettings])
+def test_every_setting_is_described(settings_class: type[EnvironmentSettings]) -> None:
+    services, _, rest = PAGE.read_text("utf-8").partition("## Rank of a split model")
+    rank, _, gateway = rest.partition("## Gateway")
+    page = {RankSettings: rank, GatewaySettings: gateway}.get(settings_class, services)
     for name, field in settings_class.model_fields.items():
         assert field.description
         assert page.count(f"| `{name}` |") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.settings_parser import parse_settings
-from tests.k8s.render import Manifest
+from tests.k8s.render import Manifest, pod_templates
 
 APP = "app.kubernetes.io/name"
 # Stands for values that a pod gets from a Secret, in the form that the setting expects.
@@ -53,15 +54,17 @@ DECODER = ServiceCase(
     ENGINE_PART,
 )
 CASES = (ENCODER, DECODER)
+# Name of the pods with the ranks of a split model, whose decoder has the name of all decoders.
+RANK = "lookonce-rank"
 
 
-def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+def find(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
     """Returns the manifest of this kind and name."""
     (manifest,) = (one for one in of_kind(manifests, kind) if one["metadata"]["name"] == name)
     return manifest
 
 
-def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
+def of_kind(manifests: Sequence[Manifest], kind: str) -> list[Manifest]:
     """Returns all manifests of this kind; there must be at least one."""
     found = [manifest for manifest in manifests if manifest["kind"] == kind]
     assert found, f"there is no {kind}"
@@ -73,39 +76,79 @@ def names(manifests: list[Manifest], kind: str) -> set[str]:
     return {one["metadata"]["name"] for one in manifests if one["kind"] == kind}
 
 
-def pod(manifests: list[Manifest], name: str) -> Manifest:
-    """Returns the pod specification in the Deployment of this name."""
-    found: Manifest = find(manifests, "Deployment", name)["spec"]["template"]["spec"]
+def owner(manifests: Sequence[Manifest], name: str) -> Manifest:
+    """Returns the Deployment or LeaderWorkerSet that makes the pods of this name."""
+    (found,) = (one for one in manifests if name in pod_templates(one))
     return found
 
 
+def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Returns the specifications of all pods by name."""
+    return {name: template["spec"] for one in manifests for name, template in pod_templates(one).items()}
+
+
+def pod(manifests: list[Manifest], name: str) -> Manifest:
+    """Returns the specification of the pods of this name, which is that of their Deployment or LeaderWorkerSet."""
+    return pods(manifests)[name]
+
+
 def container(manifests: list[Manifest], name: str) -> Manifest:
-    """Returns the only container in the pod of this Deployment."""
+    """Returns the only container in the pods of this name."""
     (one,) = pod(manifests, name)["containers"]
     found: Manifest = one
     return found
 
 
 def environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
-    """Returns the environment variables of a container; values of Secrets come from FROM_SECRET."""
+    """Returns the environment variables of a service's container; values of Secrets come from FROM_SECRET."""
+    return pod_environment(manifests, case.name)
+
+
+def pod_environment(manifests: list[Manifest], name: str) -> dict[str, str]:
+    """Returns the environment variables of the container in the pods of this name."""
     found: dict[str, str] = {}
-    for source in container(manifests, case.name)["envFrom"]:
+    for source in container(manifests, name).get("envFrom", []):
         found |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
-    deployment = find(manifests, "Deployment", case.name)
-    return found | variables(container(manifests, case.name), deployment["metadata"]["namespace"])
+    made_by = owner(manifests, name)
+    namespace = made_by["metadata"]["namespace"]
+    return found | variables(container(manifests, name), namespace, manifests, group_variables(made_by))
 
 
-def variables(one: Manifest, namespace: str) -> dict[str, str]:
-    """Returns the variables in `env` of a container as the kubelet sets them in this namespace."""
+def group_variables(manifest: Manifest) -> dict[str, str]:
+    """Returns the variables that LeaderWorkerSet's controller sets in pods of the first group; none for other kinds.
+
+    It sets them before those of the manifest, which may contain them.
+    """
+    if manifest["kind"] != "LeaderWorkerSet":
+        return {}
+    leader = f"{manifest['metadata']['name']}-0"
+    return {
+        "LWS_LEADER_ADDRESS": f"{leader}.{leader}.{manifest['metadata']['namespace']}",
+        "LWS_GROUP_SIZE": str(manifest["spec"]["leaderWorkerTemplate"]["size"]),
+    }
+
+
+def variables(
+    one: Manifest, namespace: str, manifests: Sequence[Manifest] = (), given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns the variables in `env` of a container as the kubelet sets them in this namespace.
+
+    `manifests` are those with the config maps of the variables; without them, such variables are left out. `given` are
+    variables that others set before.
+    """
     found: dict[str, str] = {}
     for variable in one.get("env", []):
         name = variable["name"]
         # The API server refuses a variable with both.
         assert ("value" in variable) != ("valueFrom" in variable), name
         if "value" in variable:
-            found[name] = expanded(variable["value"], found)
+            found[name] = expanded(variable["value"], {**(given or {}), **found})
         elif variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}:
             found[name] = namespace
+        elif "configMapKeyRef" in variable["valueFrom"]:
+            if manifests:
+                reference = variable["valueFrom"]["configMapKeyRef"]
+                found[name] = find(manifests, "ConfigMap", reference["name"])["data"][reference["key"]]
         else:
             assert set(variable["valueFrom"]) == {"secretKeyRef"}
             found[name] = FROM_SECRET[name]
@@ -138,7 +181,7 @@ def _parsed_settings(case: ServiceCase, variables: tuple[tuple[str, str], ...]) 
 
 def container_ports(manifests: list[Manifest], name: str) -> dict[str, int]:
     """Returns the numbers of the container's ports by name."""
-    return {port["name"]: port["containerPort"] for port in container(manifests, name)["ports"]}
+    return {port["name"]: port["containerPort"] for port in container(manifests, name).get("ports", [])}
 
 
 def service_port(manifests: list[Manifest], name: str, port_name: str) -> int:
@@ -170,8 +213,5 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def pod_labels(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
-    """Returns the labels of pods by the name of their Deployment."""
-    return {
-        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
-        for one in of_kind(manifests, "Deployment")
-    }
+    """Returns the labels of pods by the name of these pods."""
+    return {name: template["metadata"]["labels"] for one in manifests for name, template in pod_templates(one).items()}

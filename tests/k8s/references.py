@@ -6,12 +6,13 @@ mounted claim, or a label selector that meets a pod or Service of the other inst
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from tests.k8s.manifests import expanded, variables
-from tests.k8s.render import Manifest, identity
+from tests.k8s.manifests import expanded, group_variables, variables
+from tests.k8s.render import Manifest, containers_of, identity, pod_templates
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -50,20 +51,17 @@ def _named(manifest: Manifest, own_namespace: str, of: list[Manifest], to: list[
 
 
 def _with_variables(manifest: Manifest, namespace: str) -> Manifest:
-    """Returns a Deployment with variables and arguments as its containers get them; other objects as they are."""
-    if manifest["kind"] != "Deployment":
+    """Returns an object with variables and arguments as the containers in its pods get them."""
+    if not pod_templates(manifest):
         return manifest
-    pod = manifest["spec"]["template"]["spec"]
-    changed: dict[str, list[Manifest]] = {}
-    for field in ("initContainers", "containers"):
-        changed[field] = []
-        for one in pod.get(field, []):
-            known = variables(one, namespace)
-            args = [expanded(text, known) for text in one.get("args", [])]
-            env = [known[variable["name"]] for variable in one.get("env", []) if "value" in variable]
-            changed[field].append({**one, "env": env, "args": args})
-    template = {**manifest["spec"]["template"], "spec": {**pod, **changed}}
-    return {**manifest, "spec": {**manifest["spec"], "template": template}}
+    changed = copy.deepcopy(manifest)
+    for one in containers_of(changed):
+        known = variables(one, namespace, given=group_variables(manifest))
+        one["args"] = [expanded(text, known) for text in one.get("args", [])]
+        one["env"] = [
+            known[variable["name"]] if "value" in variable else variable["valueFrom"] for variable in one.get("env", [])
+        ]
+    return changed
 
 
 def _strings(node: Any, path: Path) -> Iterator[tuple[Path, str]]:
@@ -82,11 +80,7 @@ def _selected(manifest: Manifest, own_namespace: str, to: list[Manifest]) -> Ite
     """Yields the objects of the other instance that a label selector anywhere in the manifest meets."""
     is_monitor = manifest["kind"] == "ServiceMonitor"
     for path, rule in _rules(manifest.get("spec", {}), ()):
-        for one in to:
-            if one["kind"] != ("Service" if is_monitor else "Deployment"):
-                continue
-            labels = (one if is_monitor else one["spec"]["template"])["metadata"]["labels"]
-            namespace = one["metadata"]["namespace"]
+        for name, namespace, labels in _selectable(to, is_monitor):
             if "namespaceSelector" in rule and not is_monitor:
                 reaches = _meets(rule["namespaceSelector"], _namespace_labels(namespace, to))
             else:
@@ -95,7 +89,18 @@ def _selected(manifest: Manifest, own_namespace: str, to: list[Manifest]) -> Ite
                 (rule[key] for key in ("selector", "podSelector", "labelSelector") if key in rule), {}
             )
             if reaches and _meets(selector, labels):
-                yield f"selects {one['metadata']['name']}.{namespace} at {'.'.join(path)}"
+                yield f"selects {name}.{namespace} at {'.'.join(path)}"
+
+
+def _selectable(manifests: list[Manifest], is_monitor: bool) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yields name, namespace and labels of all pods, or of all Services for a ServiceMonitor."""
+    for one in manifests:
+        metadata = one["metadata"]
+        if is_monitor and one["kind"] == "Service":
+            yield metadata["name"], metadata["namespace"], metadata["labels"]
+        elif not is_monitor:
+            for name, template in pod_templates(one).items():
+                yield name, metadata["namespace"], template["metadata"]["labels"]
 
 
 def _rules(node: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -129,11 +129,27 @@ def _image_transform(rule: Manifest) -> Callable[[Manifest], None]:
     return set_image
 
 
+def pod_templates(manifest: Manifest) -> dict[str, Manifest]:
+    """Returns the templates of a manifest's pods by the name of these pods; none for a kind without pods.
+
+    Pods of a Deployment have its name. Those of a LeaderWorkerSet are decoders, which have its name, and their ranks.
+    """
+    name = manifest["metadata"]["name"]
+    if manifest["kind"] == "Deployment":
+        return {name: manifest["spec"]["template"]}
+    if manifest["kind"] == "LeaderWorkerSet":
+        group = manifest["spec"]["leaderWorkerTemplate"]
+        return {name: group["leaderTemplate"], name.replace("decoder", "rank"): group["workerTemplate"]}
+    return {}
+
+
 def containers_of(manifest: Manifest) -> list[Manifest]:
-    """Returns all containers of a Deployment, including init containers; none for any other kind."""
-    if manifest["kind"] != "Deployment":
-        return []
-    pod = manifest["spec"]["template"]["spec"]
+    """Returns all containers in the pods of a manifest, including init containers; none for a kind without pods."""
+    return [one for template in pod_templates(manifest).values() for one in containers_in(template["spec"])]
+
+
+def containers_in(pod: Manifest) -> list[Manifest]:
+    """Returns all containers in the specification of a pod, including init containers."""
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 

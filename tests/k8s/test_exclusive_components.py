@@ -13,6 +13,7 @@ _PAIRS = (
     ("mtls", "decoder-affinity"),
     ("mtls", "grpc-route"),
     ("hpa", "keda"),
+    ("adapters", "leaderworkerset"),
     ("model-image-volume", "model-init-container"),
 )
 

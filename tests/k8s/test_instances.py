@@ -28,6 +28,7 @@ from tests.k8s.variants import (
     GRPC_ROUTE,
     HPA,
     K8S,
+    LEADER_WORKER_SET,
     PROD_ALL,
     VARIANTS,
     Variant,
@@ -157,6 +158,12 @@ def _set(*path: str | int) -> Callable[[Manifest, Any], None]:
 
 _INSTANCE = "app.kubernetes.io/instance"
 _POD = ("spec", "template", "spec")
+_LEADER = ("spec", "leaderWorkerTemplate", "leaderTemplate", "spec")
+_RANK = ("spec", "leaderWorkerTemplate", "workerTemplate", "spec")
+_SETTINGS = ("envFrom", 0, "configMapRef", "name")
+_THREADS = ("valueFrom", "configMapKeyRef", "name")
+_CLAIM = ("persistentVolumeClaim", "claimName")
+_SPREAD = ("labelSelector", "matchLabels", _INSTANCE)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,22 @@ _POD = ("spec", "template", "spec")
         (GPU_ALL, "NetworkPolicy", "lookonce-dns", ("spec", "egress", 0, "to", 0), {"namespaceSelector": {}}),
         (GRPC_ROUTE, "GRPCRoute", "lookonce", ("spec", "rules", 0, "backendRefs", 0, "name"), "lookonce-decoder"),
         (PROD_ALL, "NetworkPolicy", "lookonce-default-deny", ("spec", "podSelector"), {}),
+        (LEADER_WORKER_SET, "LeaderWorkerSet", "lookonce-decoder", (*_LEADER, "containers", 0, *_SETTINGS), None),
+        (
+            LEADER_WORKER_SET,
+            "LeaderWorkerSet",
+            "lookonce-decoder",
+            (*_RANK, "containers", 0, "env", -1, *_THREADS),
+            None,
+        ),
+        (LEADER_WORKER_SET, "LeaderWorkerSet", "lookonce-decoder", (*_RANK, "volumes", 0, *_CLAIM), None),
+        (
+            LEADER_WORKER_SET,
+            "LeaderWorkerSet",
+            "lookonce-decoder",
+            (*_RANK, "topologySpreadConstraints", 0, *_SPREAD),
+            "lookonce",
+        ),
     ],
 )
 def test_the_walk_finds_every_kind_of_reference(

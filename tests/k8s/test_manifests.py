@@ -16,6 +16,8 @@ import lookonce
 from decoder_svc.settings import DecoderSettings
 from tests.k8s.manifests import (
     CASES,
+    DECODER,
+    RANK,
     ServiceCase,
     container,
     container_ports,
@@ -23,22 +25,25 @@ from tests.k8s.manifests import (
     find,
     names,
     of_kind,
+    owner,
     parsed_settings,
     patience_s,
     pod,
     pod_labels,
+    pods,
     port_of,
     selects,
     service_port,
 )
-from tests.k8s.render import Manifest, containers_of, identity
+from tests.k8s.render import Manifest, containers_in, containers_of, identity
 from tests.k8s.variants import BASE, IMAGE_VOLUME, K8S, VARIANTS, Variant, kustomize, rendered
 
 OLDEST_VERSION = (1, 30)
 # The component model-image-volume needs it.
 FIRST_WITH_IMAGE_VOLUMES = (1, 33)
-# Kinds that are not part of Kubernetes; test_autoscaling.py, test_service_monitor.py and test_grpc_route.py test them.
-CUSTOM_KINDS = {"GRPCRoute", "ScaledObject", "ServiceMonitor"}
+# Kinds that are not part of Kubernetes; test_autoscaling.py, test_service_monitor.py, test_grpc_route.py and
+# test_leader_worker_set.py test them.
+CUSTOM_KINDS = {"GRPCRoute", "LeaderWorkerSet", "ScaledObject", "ServiceMonitor"}
 # Secrets that operators create; the comments of the kustomizations say how.
 SECRETS = {
     "lookonce-cache",
@@ -49,6 +54,7 @@ SECRETS = {
     "lookonce-admin-token",
     "lookonce-admin-tls",
     "lookonce-gateway-tls",
+    "lookonce-rank-key",
 }
 # Time that the server waits at the end for cancelled calls to get their status; see lookonce/server/serving.py.
 _FLUSH_S = 1.0
@@ -144,6 +150,7 @@ def test_ports_are_those_of_the_settings(manifests: list[Manifest], case: Servic
         "metrics": settings.metrics_listen,
         "health": settings.health_listen,
         "admin": settings.admin_listen,
+        "ranks": getattr(settings, "rank_listen", None),
     }
     assert container_ports(manifests, case.name) == {
         name: port_of(address) for name, address in expected.items() if address is not None
@@ -183,7 +190,7 @@ def test_a_leaving_pod_answers_until_it_has_been_found_unready(manifests: list[M
     period_s = container(manifests, case.name)["readinessProbe"]["periodSeconds"]
     delay_s = parsed_settings(manifests, case).drain_delay_s
     # A single replica needs no delay: there is no other one, and its clients would have none for that time.
-    is_alone = find(manifests, "Deployment", case.name)["spec"].get("replicas") == 1
+    is_alone = owner(manifests, case.name)["spec"].get("replicas") == 1
     assert delay_s == 0 if is_alone else delay_s >= period_s
 
 
@@ -254,14 +261,19 @@ def test_services_lead_to_named_ports_of_their_pods(manifests: list[Manifest]) -
 def test_selectors_meet_the_pods_they_mean_and_no_others(manifests: list[Manifest]) -> None:
     labels = pod_labels(manifests)
     budgets = of_kind(manifests, "PodDisruptionBudget")
-    assert names(budgets, "PodDisruptionBudget") == set(labels) - {"lookonce-redis"}
-    selecting = [*of_kind(manifests, "Deployment"), *budgets]
-    for deployment in of_kind(manifests, "Deployment"):
-        for rule in deployment["spec"]["template"]["spec"].get("topologySpreadConstraints", []):
-            selecting.append({"metadata": deployment["metadata"], "spec": {"selector": rule["labelSelector"]}})
-    for manifest in selecting:
-        found = [name for name, pods in labels.items() if selects(manifest["spec"]["selector"], pods)]
-        assert found == [manifest["metadata"]["name"]]
+    assert names(budgets, "PodDisruptionBudget") == set(labels) - {"lookonce-redis", RANK}
+    # A decoder with its ranks, if the model is split. They are spread together, and the eviction of one ends all.
+    group = {DECODER.name, RANK} & set(labels)
+    selecting = [(one["metadata"]["name"], one["spec"]["selector"], False) for one in of_kind(manifests, "Deployment")]
+    for one in budgets:
+        name = one["metadata"]["name"]
+        selecting.append((name, one["spec"]["selector"], name == DECODER.name))
+    for name, one in pods(manifests).items():
+        for rule in one.get("topologySpreadConstraints", []):
+            selecting.append((name, rule["labelSelector"], "matchLabelKeys" in rule))
+    for name, selector, is_of_group in selecting:
+        found = {each for each in labels if selects(selector, labels[each])}
+        assert found == (group if is_of_group else {name})
 
 
 def test_only_the_services_reach_the_cache() -> None:
@@ -277,13 +289,12 @@ def test_only_the_services_reach_the_cache() -> None:
 
 def test_pods_have_the_least_rights(manifests: list[Manifest]) -> None:
     users = set()
-    for deployment in of_kind(manifests, "Deployment"):
-        one = deployment["spec"]["template"]["spec"]
+    for one in pods(manifests).values():
         assert one["automountServiceAccountToken"] is False
         assert one["securityContext"]["runAsNonRoot"] is True
         assert one["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         users.add(one["securityContext"]["runAsUser"])
-        for each in containers_of(deployment):
+        for each in containers_in(one):
             assert each["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -293,8 +304,8 @@ def test_pods_have_the_least_rights(manifests: list[Manifest]) -> None:
 
 
 def test_containers_state_their_resources(manifests: list[Manifest]) -> None:
-    for deployment in of_kind(manifests, "Deployment"):
-        for each in containers_of(deployment):
+    for manifest in manifests:
+        for each in containers_of(manifest):
             requests, limits = each["resources"]["requests"], dict(each["resources"]["limits"])
             assert set(requests) == {"cpu", "memory"}
             limits.pop("nvidia.com/gpu", None)
@@ -304,10 +315,9 @@ def test_containers_state_their_resources(manifests: list[Manifest]) -> None:
 
 def test_volumes_config_maps_and_secrets_exist(manifests: list[Manifest]) -> None:
     config_maps = names(manifests, "ConfigMap")
-    for deployment in of_kind(manifests, "Deployment"):
-        one = deployment["spec"]["template"]["spec"]
+    for one in pods(manifests).values():
         volumes = {volume["name"] for volume in one["volumes"]}
-        assert {mount["name"] for each in containers_of(deployment) for mount in each["volumeMounts"]} == volumes
+        assert {mount["name"] for each in containers_in(one) for mount in each["volumeMounts"]} == volumes
         assert {volume["configMap"]["name"] for volume in one["volumes"] if "configMap" in volume} <= config_maps
         assert set(_secrets(one)) <= SECRETS
 

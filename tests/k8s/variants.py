@@ -82,6 +82,39 @@ GPU_ALL = Variant(
     GPU.start,
     ("keda", "servicemonitor", "networkpolicy", "affinity", "decoder-affinity", "networkpolicy/decoder-affinity"),
 )
+LEADER_WORKER_SET = Variant("overlays/leaderworkerset")
+LEADER_WORKER_SET_PROD = Variant(
+    PROD.start,
+    (
+        "hpa",
+        "servicemonitor",
+        "networkpolicy",
+        "networkpolicy/external-redis",
+        "networkpolicy/tracing",
+        "mtls",
+        "tokens",
+        "tracing",
+        "gateway",
+        "gateway/mtls",
+        "networkpolicy/gateway",
+        "leaderworkerset",
+        "networkpolicy/ranks",
+    ),
+)
+LEADER_WORKER_SET_AFFINITY = Variant(
+    "base",
+    (
+        "keda",
+        "servicemonitor",
+        "networkpolicy",
+        "affinity",
+        "decoder-affinity",
+        "networkpolicy/decoder-affinity",
+        "model-init-container",
+        "leaderworkerset",
+        "networkpolicy/ranks",
+    ),
+)
 VARIANTS = (
     BASE,
     DEV_CPU,
@@ -104,6 +137,9 @@ VARIANTS = (
     INIT_CONTAINER,
     PROD_ALL,
     GPU_ALL,
+    LEADER_WORKER_SET,
+    LEADER_WORKER_SET_PROD,
+    LEADER_WORKER_SET_AFFINITY,
 )
 
 

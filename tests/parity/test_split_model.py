@@ -14,7 +14,8 @@ import pytest
 
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.parallel.leader import Leader, LostRankError
-from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.messages import RankConfig
+from decoder_svc.runner.parallel.other_ranks import OtherRanks
 from decoder_svc.runner.parallel.rank_processes import RankProcesses
 from lookonce.errors import ConfigurationError
 from tests import tiny_models
@@ -33,25 +34,27 @@ def split(
 ) -> Iterator[tuple[offline.OfflineModel, RankProcesses]]:
     """Yields the family's model split over this process and `size` - 1 more."""
     config = family.offline.runner.config
-    settings = {
-        "model": str(config.folder),
-        "dtype": "float32",
-        "block_size": config.block_size,
-        "num_threads": 1,
-        "tensor_parallel_size": size,
-    }
-    processes = RankProcesses(settings, size, on_loss)
-    group = None
+    rank_config = RankConfig(
+        device="cpu",
+        dtype="float32",
+        block_size=config.block_size,
+        deterministic=config.deterministic,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        use_graphs=config.use_graphs,
+        rounds_kv_cache=config.rounds_kv_cache,
+    )
+    processes = RankProcesses(size - 1, [str(config.folder), "1", "json", "info"])
+    others = OtherRanks(processes.connections, on_loss=on_loss)
     try:
-        group = RankGroup(0, size, processes.meeting_file)
-        runner = CPUModelRunner(replace(config, ranks=group), family.offline.runner.family)
-        processes.wait_until_loaded()
-        runner.lead(Leader(group, processes.connections))
+        ranks = others.meet(rank_config)
+        runner = CPUModelRunner(replace(config, ranks=ranks), family.offline.runner.family)
+        others.wait_until_loaded()
+        runner.lead(Leader(ranks, others.connections))
         yield replace(family.offline, runner=runner), processes
     finally:
+        others.close()
         processes.close()
-        if group is not None:
-            group.close()
 
 
 def must_not_be_lost() -> None:

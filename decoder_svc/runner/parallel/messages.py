@@ -1,10 +1,13 @@
 """The messages between the ranks of a split model: MessagePack with the type of each message.
 
-rank 0 -> each other   Start       who it is; it answers Loaded once it has its part of the model
+rank 0 -> each other   Start       who it is, and what it loads; it answers Loaded once it has its part of the model
                        Allocate    it makes its pools
                        Step        it looks the tokens of a step up
                        Forward     it computes the layers for these tokens
                        Head        it computes its part of the logits of hidden states
+
+Between Start and Loaded, the ranks meet (meeting_store.py): a rank sends Tell and Ask, which rank 0 answers by Told,
+and Met at the end.
 """
 
 from __future__ import annotations
@@ -18,15 +21,50 @@ import numpy as np
 from decoder_svc.runner.input_batch import FlatInputs
 
 
+class RankConfig(msgspec.Struct, frozen=True):
+    """The settings with which all ranks load the model. Folder and number of threads are those of each machine."""
+
+    # Name of the device's platform.
+    device: str
+    # Name of the element type; None: that of the folder.
+    dtype: str | None
+    block_size: int
+    deterministic: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    use_graphs: bool
+    rounds_kv_cache: bool
+
+
 class Start(msgspec.Struct, tag=True):
     """The first message to a rank."""
 
-    # The settings that the decoder was given, by their names.
-    settings: dict[str, Any]
+    config: RankConfig
     rank: int
     size: int
-    # Path of the file at which the ranks meet (RankGroup).
-    meeting_file: str
+
+
+class Tell(msgspec.Struct, tag=True):
+    """The rank tells the others something."""
+
+    key: str
+    value: bytes
+
+
+class Ask(msgspec.Struct, tag=True):
+    """The rank asks what has been told, and waits until it has."""
+
+    key: str
+
+
+class Told(msgspec.Struct, tag=True):
+    """The value that the rank asked for."""
+
+    value: bytes
+
+
+class Met(msgspec.Struct, tag=True):
+    """The rank has met all others."""
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -64,7 +102,7 @@ class Head(msgspec.Struct, tag=True):
     num_rows: int
 
 
-Message = Start | Loaded | Allocate | Step | Forward | Head
+Message = Start | Tell | Ask | Told | Met | Loaded | Allocate | Step | Forward | Head
 
 
 def encoded(message: Message) -> bytes:

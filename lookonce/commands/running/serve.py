@@ -17,12 +17,17 @@ RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help
 
 def serve_encoder(context: typer.Context) -> None:
     """Run the encoder service (`lookonce serve encoder --help` lists its flags)."""
-    _become("encoder_svc", context.args)
+    _become("encoder_svc", "encoder", context.args)
 
 
 def serve_decoder(context: typer.Context) -> None:
     """Run the decoder service (`lookonce serve decoder --help` lists its flags)."""
-    _become("decoder_svc", context.args)
+    _become("decoder_svc", "decoder", context.args)
+
+
+def serve_rank(context: typer.Context) -> None:
+    """Run a rank of a split model on a machine of its own (`lookonce serve rank --help` lists its flags)."""
+    _become("decoder_svc.remote_rank", "rank", context.args)
 
 
 def serve_gateway(context: typer.Context) -> None:
@@ -31,9 +36,9 @@ def serve_gateway(context: typer.Context) -> None:
     _run("gateway_svc", context.args)
 
 
-def _become(module: str, arguments: Sequence[str]) -> Never:
+def _become(module: str, command: str, arguments: Sequence[str]) -> Never:
     """Replaces this process by the service, so that signals and the exit status are the service's."""
-    require_serve_packages(f"lookonce serve {module.removesuffix('_svc')}")
+    require_serve_packages(f"lookonce serve {command}")
     from lookonce.local.model_source import with_resolved_model
 
     _run(module, with_resolved_model(arguments))

@@ -41,7 +41,8 @@ def stored(
     storage = Storage.of({"quantization_config": dict(entry)})
     assert storage is not None
     headers = {
-        name: StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()
+        name: StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, 0)
+        for name, tensor in tensors.items()
     }
     linear = torch.nn.Linear(num_inputs, num_outputs, dtype=dtype)
     layer = StoredLinear("model.layers.0.mlp.up_proj", linear, headers, storage)

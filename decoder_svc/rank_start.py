@@ -1,0 +1,122 @@
+"""Starts the other ranks of a split model, or waits for those that run on other machines."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+
+from decoder_svc.device_choice import DeviceChoice
+from decoder_svc.runner.parallel.messages import RankConfig
+from decoder_svc.runner.parallel.model_digest import model_digest
+from decoder_svc.runner.parallel.other_ranks import OtherRanks
+from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.rank_handshake import read_key
+from decoder_svc.runner.parallel.rank_listener import RankListener
+from decoder_svc.runner.parallel.rank_processes import RankProcesses
+from decoder_svc.runner.parallel.split_model import kv_heads_of_rank
+from decoder_svc.runner.runner_config import RunnerConfig
+from decoder_svc.runner.selection import runner_class
+from decoder_svc.settings import DecoderSettings
+from lookonce import __version__
+from lookonce.errors import ConfigurationError
+from lookonce.model.model_folder import ModelFolder
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@contextmanager
+def started_ranks(settings: DecoderSettings, device: DeviceChoice) -> Iterator[OtherRanks | None]:
+    """Yields the other ranks of a split model, which have started or come, and ends them if the block raises.
+
+    None: the model is not split. Raises ConfigurationError for settings that do not go with a split model.
+    """
+    if settings.tensor_parallel_size == 1:
+        yield None
+        return
+    _check(settings, device)
+    number = settings.tensor_parallel_size - 1
+    if settings.rank_listen is not None:
+        ranks, processes = _found_ranks(settings, number), None
+    else:
+        processes = RankProcesses(number, _arguments(settings))
+        ranks = OtherRanks(processes.connections)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.close()
+        if processes is not None:
+            processes.close()
+        raise
+
+
+def rank_config(settings: DecoderSettings, device: DeviceChoice) -> RankConfig:
+    """Returns what all ranks load alike."""
+    return RankConfig(
+        device=device.platform.name,
+        dtype=device.dtype,
+        block_size=device.block_size,
+        deterministic=settings.deterministic,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        use_graphs=settings.graphs,
+        rounds_kv_cache=settings.kv_cache_dtype == "int8",
+    )
+
+
+def config_of_rank(config: RankConfig, folder: ModelFolder, num_threads: int | None, ranks: RankGroup) -> RunnerConfig:
+    """Returns the configuration of a rank's runner, for a process that is not rank 0."""
+    return RunnerConfig(
+        folder=folder.path,
+        dtype=None if config.dtype is None else TORCH_DTYPES[config.dtype],
+        block_size=config.block_size,
+        num_threads=num_threads,
+        deterministic=config.deterministic,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        use_graphs=config.use_graphs,
+        rounds_kv_cache=config.rounds_kv_cache,
+        ranks=ranks,
+    )
+
+
+def threads_of_rank(settings: DecoderSettings) -> int | None:
+    """Returns the threads of each rank on this machine, whose CPUs they share; None: all CPUs."""
+    if settings.num_threads is not None or settings.rank_listen is not None:
+        return settings.num_threads
+    return max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
+
+
+def _check(settings: DecoderSettings, device: DeviceChoice) -> None:
+    refused = {
+        f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
+        "with --quantize": settings.quantize != "none",
+        "with adapters": bool(settings.adapters or settings.adapters_folder),
+        "on this operating system": not hasattr(select, "POLLRDHUP"),
+    }
+    for what, is_asked_for in refused.items():
+        if is_asked_for:
+            raise ConfigurationError(f"tensor_parallel_size is not offered {what} yet: leave one of the two out")
+    # Each rank would find it as well, after it has loaded its libraries.
+    config = transformers.AutoConfig.from_pretrained(settings.model, trust_remote_code=False, local_files_only=True)
+    kv_heads_of_rank(config.get_text_config(), settings.tensor_parallel_size)
+
+
+def _found_ranks(settings: DecoderSettings, number: int) -> OtherRanks:
+    """Waits for ranks from other machines."""
+    assert settings.rank_listen is not None
+    assert settings.rank_key_file is not None, "they belong together"
+    key = read_key(settings.rank_key_file)
+    host, _, port = settings.rank_listen.rpartition(":")
+    digest = model_digest(ModelFolder.open(settings.model))
+    with RankListener(host.strip("[]"), int(port), key, __version__, digest) as listener:
+        return OtherRanks(*listener.wait_for(number))
+
+
+def _arguments(settings: DecoderSettings) -> list[str]:
+    """Returns the arguments of a rank's process on this machine."""
+    return [str(settings.model), str(threads_of_rank(settings)), settings.log_format, settings.log_level]
