@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Time in which rank 0 ends when another rank has, seconds.
+_END_S = 5.0
+
 
 def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int | None) -> None:
     """Loads this rank's part of the model, says so, and runs steps. Raises what loading raises.
 
-    `find` waits for rank 0, and is called once the libraries are loaded.
+    `find` waits for rank 0, and is called once the libraries are loaded. Returns when rank 0 has ended.
     """
     set_openmp_spin_count()
     # Imported here, because torch and transformers take seconds.
@@ -39,6 +42,7 @@ def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int
         from decoder_svc.rank_start import config_of_rank
         from decoder_svc.runner.parallel.meeting_store import RemoteStore
         from decoder_svc.runner.parallel.messages import Loaded, encoded
+        from decoder_svc.runner.parallel.other_ranks import has_hung_up
         from decoder_svc.runner.parallel.rank_group import RankGroup
         from decoder_svc.runner.rank_steps import RankSteps
         from decoder_svc.runner.selection import runner_class
@@ -50,22 +54,26 @@ def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int
     folder = ModelFolder.open(model)
     family = load_family(folder, load_pretrained(model))
     connection, address, start = find()
-    store = RemoteStore(connection)
-    group = RankGroup(start.rank, start.size, store, address)
-    store.leave()
-    config = config_of_rank(start.config, folder, num_threads, group)
-    make = runner_class(chosen_platform(start.config.device))
-    runner = run_in_short_lived_thread(lambda: make(config, family))
-    settle()
-    connection.send_bytes(encoded(Loaded()))
-    RankSteps(runner, group, connection).run()
-
-
-def run(rank: Callable[[], None]) -> None:
-    """Runs a rank and ends the process with its status. A step that hangs does not keep it."""
-    status = 0
     try:
-        rank()
+        store = RemoteStore(connection)
+        group = RankGroup(start.rank, start.size, store, address)
+        store.leave()
+        config = config_of_rank(start.config, folder, num_threads, group)
+        make = runner_class(chosen_platform(start.config.device))
+        runner = run_in_short_lived_thread(lambda: make(config, family))
+        settle()
+        connection.send_bytes(encoded(Loaded()))
+        RankSteps(runner, group, connection).run()
+    except (EOFError, OSError, RuntimeError):
+        # If it is the end of another rank, rank 0 ends as well.
+        if not has_hung_up([connection], _END_S):
+            raise
+
+
+def run(rank: Callable[[], int]) -> None:
+    """Runs a rank and ends the process with the status that it returns. A step that hangs does not keep it."""
+    try:
+        status = rank()
     except LookonceError as error:
         # Rank 0 finds the same about the model, and tells it.
         logger.error("the rank does not start: %s", error)
@@ -82,7 +90,12 @@ def main() -> None:
     file, model, num_threads, log_format, log_level = arguments
     set_up_heap()
     configure_logging(log_format, log_level)
-    run(lambda: serve(lambda: _parent(int(file)), pathlib.Path(model), int(num_threads)))
+
+    def rank() -> int:
+        serve(lambda: _parent(int(file)), pathlib.Path(model), int(num_threads))
+        return 0
+
+    run(rank)
 
 
 def _parent(file: int) -> FoundLeader:

@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Time that a step gets to notice that rank 0 has ended, seconds. Its tensors may wait for one that has vanished.
-_LAST_STEP_S = 5.0
+_LAST_STEP_S = 10.0
 _LOOK_S = 0.5
+_is_told = threading.Event()
 
 
 def main() -> None:
     """Runs the rank with the flags of the command line, and ends the process."""
     try:
         require_serve_packages("lookonce serve rank")
-        settings = parse_settings(RankSettings, sys.argv[1:], "remote_rank")
+        settings = parse_settings(RankSettings, sys.argv[1:], "lookonce serve rank")
         configure_logging(settings.log_format, settings.log_level)
         folder = ModelFolder.open(settings.model)
         key = read_key(settings.rank_key_file)
@@ -59,11 +60,18 @@ def main() -> None:
         threading.Thread(target=_end_with, args=(found.connection,), name="leader-watch", daemon=True).start()
         return found
 
-    run(lambda: serve(find, settings.model, settings.num_threads))
+    def rank() -> int:
+        serve(find, settings.model, settings.num_threads)
+        logger.info("the decoder has ended, and so does this rank")
+        # A supervisor starts it again if nobody has told it to end.
+        return 0 if _is_told.is_set() else 1
+
+    run(rank)
 
 
 def _wait_for_leader(number: int, _: FrameType | None) -> None:
     logger.info("told to end; this rank goes on until the decoder has ended")
+    _is_told.set()
     signal.signal(number, signal.SIG_DFL)
 
 
@@ -73,6 +81,7 @@ def _end_with(connection: Connection) -> None:
     while not has_hung_up([connection], _LOOK_S):
         pass
     time.sleep(_LAST_STEP_S)
+    logger.error("the decoder has ended or cannot be reached, and this rank hangs in a step; it ends")
     os._exit(1)
 
 

@@ -185,9 +185,9 @@ class RequestGate:
         self._quotas.charge(ticket.identity, Resource.TOKENS, usage.prompt_tokens + usage.completion_tokens)
         self._metrics.observe(usage)
 
-    def note_served(self, served_s: float, num_tokens: int) -> None:
+    def note_served(self, served_s: float, num_tokens: int, tenant: str) -> None:
         """Takes a complete answer of `num_tokens` tokens into the estimate; `served_s` is from first step to end."""
-        self._answer_time.note_served(served_s, num_tokens)
+        self._answer_time.note_served(served_s, num_tokens, tenant)
 
     def expected_s(self, priority: int, max_tokens: int | None, tenant: str = "") -> float:
         """Returns the seconds until an answer that is asked for now is complete; 0 while it need not wait to run."""
@@ -216,7 +216,7 @@ class RequestGate:
         share = max(1, self._answer_time.num_places(load) // len({tenant, *live}))
         if live[tenant] < share < max((may_yield[other] for other in live if other != tenant), default=0):
             num_ahead = min(num_ahead, num_live - may_yield.total() + num_own)
-        return self._answer_time.expected_s(num_live, num_ahead, load, max_tokens)
+        return self._answer_time.expected_s(num_live, num_ahead, load, max_tokens, tenant)
 
     def _check_share(self, identity: Identity, num_choices: int) -> None:
         """Raises OverloadedError if a tenant would have more requests than would be free for all others.

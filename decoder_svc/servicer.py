@@ -351,7 +351,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             # A call that failed or was cancelled does not get here: its time says little about complete answers.
             for one in answers.submitted:
                 if one.served_s is not None:
-                    self._gate.note_served(one.served_s, one.usage.completion_tokens)
+                    self._gate.note_served(one.served_s, one.usage.completion_tokens, ticket.identity.tenant)
 
     def _tenant(self) -> Tenant:
         return self._tenants.named(current_identity().tenant)

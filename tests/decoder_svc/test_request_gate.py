@@ -69,7 +69,8 @@ class Service:
 def service() -> Service:
     """The latest requests took two seconds and twenty tokens."""
     service = Service()
-    service.gate.note_served(SERVED_S, NUM_TOKENS)
+    for tenant in (ANYBODY.tenant, TENANT_A.tenant, TENANT_B.tenant):
+        service.gate.note_served(SERVED_S, NUM_TOKENS, tenant)
     return service
 
 
@@ -159,6 +160,17 @@ def test_a_tenant_with_less_than_its_share_does_not_wait_for_one_with_more(servi
         service.enter(1, identity=TENANT_B, has_s=SERVED_S / 0.85)
 
 
+def test_answers_of_another_tenant_say_nothing_about_the_length_of_ones_own(service: Service) -> None:
+    for _ in range(100):
+        service.gate.note_served(50 * SERVED_S, 50 * NUM_TOKENS, TENANT_A.tenant)
+    service.enter(100, identity=TENANT_A)
+    service.enter(1, identity=TENANT_B, has_s=SERVED_S / 0.85)
+    with pytest.raises(OverloadedError):
+        service.enter(1, identity=TENANT_A, has_s=SERVED_S / 0.85)
+    # The first answers of a tenant only wait.
+    service.enter(1, identity=Identity("x", "new", CallerRole.CLIENT), has_s=0.01)
+
+
 def test_no_place_is_given_by_requests_of_higher_priority(service: Service) -> None:
     service.enter(100, identity=TENANT_A, priority=-1)
     with pytest.raises(OverloadedError):
@@ -177,7 +189,7 @@ def test_no_request_is_refused_for_its_time_before_one_has_ended() -> None:
     service = Service()
     service.enter(1000, has_s=0.001)
     assert service.gate.expected_s(0, None) == 0
-    service.gate.note_served(SERVED_S, NUM_TOKENS)
+    service.gate.note_served(SERVED_S, NUM_TOKENS, "")
     with pytest.raises(OverloadedError):
         service.enter(has_s=0.001)
 
@@ -192,7 +204,7 @@ def test_a_full_pool_has_fewer_places(service: Service) -> None:
 def test_the_mean_follows_the_latest_requests(service: Service) -> None:
     service.enter(NUM_PLACES)
     for _ in range(100):
-        service.gate.note_served(10 * SERVED_S, NUM_TOKENS)
+        service.gate.note_served(10 * SERVED_S, NUM_TOKENS, "")
     assert service.gate.expected_s(0, None) == pytest.approx(10 * (SERVED_S + SERVED_S / NUM_PLACES), rel=0.01)
 
 

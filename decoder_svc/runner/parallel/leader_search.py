@@ -45,9 +45,11 @@ def find_leader(host: str, port: int, key: bytes, version: str, model_digest: st
                 return FoundLeader(connection, address, start)
             logger.info("the decoder at %s:%d has gone before all ranks had come; looking for it again", host, port)
         except (HandshakeError, OSError) as error:
+            # A name that does not resolve may be that of a machine that starts later, or misspelt.
+            level = logging.WARNING if isinstance(error, socket.gaierror) else logging.INFO
             if time.monotonic() - logged_s >= _LOG_S:
                 logged_s = time.monotonic()
-                logger.info("the decoder at %s:%d is not there yet (%s); trying again", host, port, error)
+                logger.log(level, "the decoder at %s:%d is not there yet (%s); trying again", host, port, error)
         time.sleep(_PAUSE_S)
 
 

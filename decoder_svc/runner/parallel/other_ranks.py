@@ -6,7 +6,8 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from decoder_svc.runner.parallel.meeting_store import MeetingStore
@@ -59,16 +60,19 @@ class OtherRanks:
             connection.send_bytes(encoded(Start(config, rank, self.size)))
         store = MeetingStore()
         threads = store.answer(self.connections)
-        group = RankGroup(0, self.size, store, self._address)
+        logger.info("all %d ranks are there; they load the model", self.size)
+        with _told_of_loss():
+            group = RankGroup(0, self.size, store, self._address)
         for thread in threads:
             thread.join()
         return group
 
     def wait_until_loaded(self) -> None:
         """Waits until each has its part of the model. Raises EOFError or OSError if one ends before."""
-        for connection in self.connections:
-            message = received(connection)
-            assert isinstance(message, Loaded), "a rank says nothing else"
+        with _told_of_loss():
+            for connection in self.connections:
+                message = received(connection)
+                assert isinstance(message, Loaded), "a rank says nothing else"
         self._is_loaded = True
 
     def close(self) -> None:
@@ -84,6 +88,15 @@ class OtherRanks:
                 return
         if not self._is_closing.wait(0 if self._is_loaded else _REFUSAL_S):
             self._on_loss()
+
+
+@contextmanager
+def _told_of_loss() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError, RuntimeError):
+        logger.error("a rank of the split model has ended while the model was loaded; its own log says why")
+        raise
 
 
 def has_hung_up(connections: Sequence[Connection], timeout_s: float) -> bool:

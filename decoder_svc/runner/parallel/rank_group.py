@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decoder_svc.runner.parallel.keepalive import keep_all_alive
+from decoder_svc.runner.parallel.rank_sockets import keep_all_alive, listeners, replace_listeners
 
 # A rank that is late may load its weights from a slow disk. One that has ended is noticed at once.
 _TIMEOUT = timedelta(minutes=30)
@@ -35,6 +35,7 @@ class RankGroup:
         """
         self.rank = rank
         self.size = size
+        known = listeners()
         # Its options are missing in PyTorch's type hints.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -44,8 +45,10 @@ class RankGroup:
         ]
         self._store = store
         self._gloo = gloo(store, rank, size, options)
+        self._tell_all("met")
         if address is not None:
             keep_all_alive()
+        replace_listeners(known)
         self._from_first, self._to_first = dist.BroadcastOptions(), dist.GatherOptions()
         self._from_first.rootRank = self._to_first.rootRank = 0
 
@@ -85,6 +88,11 @@ class RankGroup:
             # gloo does not know bool.
             data = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
             self._gloo.broadcast([data], self._from_first).wait()
+
+    def _tell_all(self, what: str) -> None:
+        """Waits until all ranks have got here."""
+        self._store.set(f"{what}/{self.rank}", b"")
+        self._store.wait([f"{what}/{rank}" for rank in range(self.size)])
 
     def _share_of(self, rank: int, num_elements: int) -> slice:
         return slice(num_elements * rank // self.size, num_elements * (rank + 1) // self.size)

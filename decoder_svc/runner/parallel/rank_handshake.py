@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from decoder_svc.runner.parallel.keepalive import keep_alive
+from decoder_svc.runner.parallel.rank_sockets import keep_alive
 from lookonce.errors import ConfigurationError
 
 MessageT = TypeVar("MessageT")
@@ -101,7 +101,10 @@ def admit(sock: socket.socket, key: bytes, version: str, model_digest: str) -> C
         hello = _received(connection, Hello)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         _send(connection, Challenge(nonce, _proof(key, b"rank 0", hello, nonce)))
-        proof = _received(connection, Proof)
+        try:
+            proof = _received(connection, Proof)
+        except HandshakeError:
+            raise HandshakeError("it has gone when it got the decoder's proof; it may have another key") from None
         if not hmac.compare_digest(proof.proof, _proof(key, b"rank", hello, nonce)):
             raise KeyMismatchError("it has another key")
         refusal = _refusal(hello, version, model_digest)

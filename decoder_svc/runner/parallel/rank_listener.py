@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -16,11 +17,13 @@ from lookonce.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# Handshakes at one time. Who comes meanwhile is turned away; a rank tries again.
+# Handshakes at one time. Whoever comes next takes the place of the oldest one: a rank needs milliseconds for its own.
 _MAX_HANDSHAKES = 32
-# Pauses between two looks whether ranks that wait have gone, and between two lines of the log, seconds.
+# Pauses between two looks whether ranks that wait have gone, and between two lines of the log about ranks and about
+# strangers, seconds.
 _LOOK_S = 0.2
 _LOG_S = 60.0
+_STRANGER_LOG_S = 1.0
 
 
 class _Arrival(NamedTuple):
@@ -40,7 +43,12 @@ class RankListener:
         # After the end, nobody would take a rank.
         self._ending = threading.Lock()
         self._is_over = False
-        self._free = threading.Semaphore(_MAX_HANDSHAKES)
+        # The sockets of the handshakes, the oldest first, under numbers of their own, so that they can be cut.
+        self._cutters: dict[int, socket.socket] = {}
+        self._cutting = threading.Lock()
+        # Time of the latest line about a stranger, and those since then.
+        self._logged_s = -_STRANGER_LOG_S
+        self._num_unlogged = 0
         try:
             self._socket = _listening(host, port)
         except OSError as error:
@@ -115,12 +123,15 @@ class RankListener:
                 # It was cut in its shutdown, or this process has no more files.
                 time.sleep(_LOOK_S)
                 continue
-            if not self._free.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._admit, args=(sock, peer[0]), name="rank-handshake", daemon=True).start()
+            with self._cutting:
+                if len(self._cutters) >= _MAX_HANDSHAKES:
+                    _cut(self._cutters.pop(next(iter(self._cutters))))
+                cutter = sock.dup()
+                self._cutters[cutter.fileno()] = cutter
+            arguments = (sock, peer[0], cutter.fileno())
+            threading.Thread(target=self._admit, args=arguments, name="rank-handshake", daemon=True).start()
 
-    def _admit(self, sock: socket.socket, peer: str) -> None:
+    def _admit(self, sock: socket.socket, peer: str, cutter: int) -> None:
         try:
             address: str = sock.getsockname()[0]
             connection = admit(sock, *self._facts)
@@ -130,9 +141,26 @@ class RankListener:
                 else:
                     self._arrivals.put(_Arrival(connection, peer, address))
         except (HandshakeError, OSError) as error:
-            logger.warning("what came from %s is no rank of this decoder: %s", peer, error)
+            self._note_stranger(peer, error)
         finally:
-            self._free.release()
+            with self._cutting:
+                if (own := self._cutters.pop(cutter, None)) is not None:
+                    own.close()
+
+    def _note_stranger(self, peer: str, error: Exception) -> None:
+        with self._cutting:
+            self._num_unlogged += 1
+            if time.monotonic() - self._logged_s < _STRANGER_LOG_S:
+                return
+            number, self._num_unlogged, self._logged_s = self._num_unlogged, 0, time.monotonic()
+        others = f" (and {number - 1} others since the last line)" if number > 1 else ""
+        logger.warning("what came from %s is no rank of this decoder: %s%s", peer, error, others)
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_svc.settings import DecoderSettings
+from decoder_svc.settings import DecoderSettings, RankSettings
 from encoder_svc.settings import EncoderSettings
 from gateway_svc.settings import GatewaySettings
 from lookonce.local.cli_settings import CliSettings
@@ -17,7 +17,7 @@ SHARED = ServiceSettings.model_fields
 
 def test_every_setting_of_services_and_command_is_known() -> None:
     fields = EncoderSettings.model_fields.keys() | DecoderSettings.model_fields.keys()
-    fields |= GatewaySettings.model_fields.keys()
+    fields |= GatewaySettings.model_fields.keys() | RankSettings.model_fields.keys()
     # Has the name of the standard variable.
     fields |= CliSettings.model_fields.keys() - {"runtime_dir"}
     assert fields - SHARED.keys() == setting_names.OTHER_NAMES - setting_names._TOOLS

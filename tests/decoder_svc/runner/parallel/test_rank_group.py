@@ -118,3 +118,22 @@ def tcp_sockets() -> dict[int, tuple[int, ...]]:
                     *(sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")) for name in options),
                 )
     return found
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_nobody_can_connect_to_ranks_that_have_met(address: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        before = listening_ports()
+        kept = Ranks(address)
+        assert listening_ports() == before
+        assert own.getsockname()[1] in before
+        with socket.create_connection(own.getsockname()):
+            own.accept()[0].close()
+        assert [one.tolist() for one in kept.do(lambda group: group.sum(torch.ones(1)))] == [[3.0]] * 3
+
+
+def listening_ports() -> set[int]:
+    """Returns the ports at which this process listens, as the system lists them."""
+    own = {os.stat(file).st_ino for file in pathlib.Path("/proc/self/fd").iterdir() if file.exists()}
+    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and int(row[9]) in own}
