@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.frames import Vocabulary
@@ -24,7 +25,6 @@ from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.parallel.leader import Leader
 from decoder_svc.runner.parallel.other_ranks import OtherRanks
-from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.row_cache import ROW_DTYPES
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.selection import runner_class
@@ -169,12 +169,12 @@ def load_core(
     return EngineThread(runner, scheduler, limits, heartbeat, ConstraintDesk(follower))
 
 
-def _runner_config(settings: DecoderSettings, device: DeviceChoice, ranks: RankGroup | None) -> RunnerConfig:
+def _runner_config(settings: DecoderSettings, device: DeviceChoice) -> RunnerConfig:
     return RunnerConfig(
         folder=settings.model,
         dtype=None if device.dtype is None else TORCH_DTYPES[device.dtype],
         block_size=device.block_size,
-        num_threads=settings.num_threads if ranks is None else threads_of_rank(settings),
+        num_threads=threads_of_rank(settings),
         deterministic=settings.deterministic,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -182,7 +182,6 @@ def _runner_config(settings: DecoderSettings, device: DeviceChoice, ranks: RankG
         quantize_bits=_QUANTIZE_BITS[settings.quantize],
         rounds_kv_cache=settings.kv_cache_dtype == "int8",
         adapters=open_adapters(settings.adapters) if settings.adapters or settings.adapters_folder else None,
-        ranks=ranks,
     )
 
 
@@ -190,9 +189,9 @@ def _loaded(
     settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, others: OtherRanks | None
 ) -> tuple[ModelRunnerBase, EngineLimits]:
     """Returns a runner with its memory pools, and the resulting limits."""
-    ranks = None if others is None else others.meet(rank_config(settings, device))
-    config = _runner_config(settings, device, ranks)
-    runner = runner_class(device.platform)(config, family)
+    config = _runner_config(settings, device)
+    ranks = None if others is None else others.meet(rank_config(config, device.platform.name, device.dtype))
+    runner = runner_class(device.platform)(replace(config, ranks=ranks), family)
     if others is not None and ranks is not None:
         others.wait_until_loaded()
         runner.lead(Leader(ranks, others.connections))

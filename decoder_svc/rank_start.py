@@ -7,6 +7,7 @@ import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import torch
 import transformers
 
@@ -54,39 +55,24 @@ def started_ranks(settings: DecoderSettings, device: DeviceChoice) -> Iterator[O
         raise
 
 
-def rank_config(settings: DecoderSettings, device: DeviceChoice) -> RankConfig:
-    """Returns what all ranks load alike."""
-    return RankConfig(
-        device=device.platform.name,
-        dtype=device.dtype,
-        block_size=device.block_size,
-        deterministic=settings.deterministic,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        use_graphs=settings.graphs,
-        rounds_kv_cache=settings.kv_cache_dtype == "int8",
-    )
+def rank_config(config: RunnerConfig, device: str, dtype: str | None) -> RankConfig:
+    """Returns what all ranks load alike, from the configuration of rank 0 and the names of its device and type."""
+    shared = {name: getattr(config, name) for name in RankConfig.__struct_fields__ if name not in ("device", "dtype")}
+    return RankConfig(device=device, dtype=dtype, **shared)
 
 
 def config_of_rank(config: RankConfig, folder: ModelFolder, num_threads: int | None, ranks: RankGroup) -> RunnerConfig:
     """Returns the configuration of a rank's runner, for a process that is not rank 0."""
-    return RunnerConfig(
-        folder=folder.path,
-        dtype=None if config.dtype is None else TORCH_DTYPES[config.dtype],
-        block_size=config.block_size,
-        num_threads=num_threads,
-        deterministic=config.deterministic,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        use_graphs=config.use_graphs,
-        rounds_kv_cache=config.rounds_kv_cache,
-        ranks=ranks,
-    )
+    values = msgspec.structs.asdict(config)
+    del values["device"]
+    dtype = None if config.dtype is None else TORCH_DTYPES[config.dtype]
+    return RunnerConfig(**{**values, "dtype": dtype}, folder=folder.path, num_threads=num_threads, ranks=ranks)
 
 
 def threads_of_rank(settings: DecoderSettings) -> int | None:
     """Returns the threads of each rank on this machine, whose CPUs they share; None: all CPUs."""
-    if settings.num_threads is not None or settings.rank_listen is not None:
+    has_others_here = settings.tensor_parallel_size > 1 and settings.rank_listen is None
+    if settings.num_threads is not None or not has_others_here:
         return settings.num_threads
     return max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
 

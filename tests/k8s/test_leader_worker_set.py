@@ -67,11 +67,6 @@ def variant(request: pytest.FixtureRequest) -> Variant:
     return one
 
 
-@pytest.fixture
-def manifests(variant: Variant) -> list[Manifest]:
-    return rendered(variant)
-
-
 @pytest.fixture(params=[LEADER_WORKER_SET_PROD, LEADER_WORKER_SET_AFFINITY], ids=str)
 def guarded(request: pytest.FixtureRequest) -> list[Manifest]:
     """The variants with network policies."""

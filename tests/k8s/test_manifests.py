@@ -83,11 +83,6 @@ def variant(request: pytest.FixtureRequest) -> Variant:
     return one
 
 
-@pytest.fixture
-def manifests(variant: Variant) -> list[Manifest]:
-    return rendered(variant)
-
-
 def test_every_overlay_and_component_is_among_the_variants() -> None:
     overlays = {f"overlays/{path.parent.name}" for path in K8S.glob("overlays/*/kustomization.yaml")}
     assert overlays == {variant.start for variant in VARIANTS} - {"base"}

@@ -22,7 +22,6 @@ from tests.k8s.variants import (
     NETWORK_POLICY,
     PROD_ALL,
     Variant,
-    rendered,
 )
 
 _HERE = {"kubernetes.io/metadata.name": "lookonce"}
@@ -122,11 +121,6 @@ def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
 def variant(request: pytest.FixtureRequest) -> Variant:
     one: Variant = request.param
     return one
-
-
-@pytest.fixture
-def manifests(variant: Variant) -> list[Manifest]:
-    return rendered(variant)
 
 
 def test_pods_of_the_namespace_talk_as_the_system_needs_and_no_more(manifests: list[Manifest]) -> None:

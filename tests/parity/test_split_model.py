@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
+from decoder_svc.rank_start import rank_config
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.parallel.leader import Leader, LostRankError
-from decoder_svc.runner.parallel.messages import RankConfig
 from decoder_svc.runner.parallel.other_ranks import OtherRanks
 from decoder_svc.runner.parallel.rank_processes import RankProcesses
 from lookonce.errors import ConfigurationError
@@ -34,20 +34,10 @@ def split(
 ) -> Iterator[tuple[offline.OfflineModel, RankProcesses]]:
     """Yields the family's model split over this process and `size` - 1 more."""
     config = family.offline.runner.config
-    rank_config = RankConfig(
-        device="cpu",
-        dtype="float32",
-        block_size=config.block_size,
-        deterministic=config.deterministic,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        use_graphs=config.use_graphs,
-        rounds_kv_cache=config.rounds_kv_cache,
-    )
     processes = RankProcesses(size - 1, [str(config.folder), "1", "json", "info"])
     others = OtherRanks(processes.connections, on_loss=on_loss)
     try:
-        ranks = others.meet(rank_config)
+        ranks = others.meet(rank_config(config, "cpu", "float32"))
         runner = CPUModelRunner(replace(config, ranks=ranks), family.offline.runner.family)
         others.wait_until_loaded()
         runner.lead(Leader(ranks, others.connections))
