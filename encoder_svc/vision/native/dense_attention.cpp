@@ -5,8 +5,8 @@
 // sums and softmax are float32; weights have the elements' type. A row's numbers depend only on its own image.
 
 #include <algorithm>
-#include <vector>
 
+#include "aligned.h"
 #include "phases.h"
 #include "product.h"
 #include "tile.h"
@@ -47,7 +47,7 @@ class DenseAttention {
   DenseAttention(const Shape& shape, const Element* queries, const Element* keys, const Element* values,
                  Element* output, uint32_t* packed)
       : shape_(shape), queries_(queries), keys_(keys), values_(values), output_(output), packed_(packed),
-        num_columns_(columns(shape)), num_key_words_(shape.head_dim / Type::kPerWord),
+        num_columns_(columns(shape)), num_key_words_(key_words(shape)),
         num_value_vectors_(rounded_up(shape.head_dim, kLanes) / kLanes) {}
 
   // Returns the number of tokens, padded so that every product has full width.
@@ -73,9 +73,13 @@ class DenseAttention {
   // Query rows that pass over the keys together.
   static constexpr int64_t kRows = Product<Type>::kRows;
 
+  // Words of a query or key, padded with zeros so that products need no padding.
+  static int64_t key_words(const Shape& shape) {
+    return rounded_up(shape.head_dim / Type::kPerWord, Product<Type>::kSteps);
+  }
+
   static int64_t words_per_head(const Shape& shape) {
-    const int64_t key_words = shape.head_dim / Type::kPerWord;
-    return columns(shape) * (key_words + rounded_up(shape.head_dim, kLanes) / Type::kPerWord);
+    return columns(shape) * (key_words(shape) + rounded_up(shape.head_dim, kLanes) / Type::kPerWord);
   }
 
   // Layout per head: keys [columns / 16, key words, 16], then values [value vectors, columns / elements per word, 16].
@@ -86,30 +90,43 @@ class DenseAttention {
     uint32_t* keys = packed_keys(head);
     uint32_t* values = packed_values(head);
     std::fill(keys, keys + words_per_head(shape_), 0u);
-    const int64_t num_steps = num_columns_ / Type::kPerWord;
     for (int64_t token = 0; token < shape_.num_tokens; ++token) {
       const Element* key = keys_ + shape_.keys.at(image, head, token);
       uint32_t* to = keys + token / kLanes * num_key_words_ * kLanes + token % kLanes;
-      for (int64_t word = 0; word < num_key_words_; ++word) {
+      for (int64_t word = 0; word < shape_.head_dim / Type::kPerWord; ++word) {
         std::memcpy(to + word * kLanes, key + word * Type::kPerWord, sizeof(uint32_t));
       }
-      const Element* value = values_ + shape_.values.at(image, head, token);
-      Element* column = reinterpret_cast<Element*>(values + token / Type::kPerWord * kLanes) + token % Type::kPerWord;
-      for (int64_t d = 0; d < shape_.head_dim; ++d) {
-        column[(d / kLanes * num_steps * kLanes + d % kLanes) * Type::kPerWord] = value[d];
+    }
+    const int64_t num_steps = num_columns_ / Type::kPerWord;
+    for (int64_t token = 0; token < shape_.num_tokens; token += Type::kPerWord) {
+      const int64_t num_tokens = std::min<int64_t>(Type::kPerWord, shape_.num_tokens - token);
+      for (int64_t d = 0; d < shape_.head_dim; d += kLanes) {
+        const int64_t count = std::min(kLanes, shape_.head_dim - d);
+        Element elements[Type::kPerWord][kLanes] = {};
+        for (int64_t i = 0; i < num_tokens; ++i) {
+          const Element* value = values_ + shape_.values.at(image, head, token + i) + d;
+          std::copy(value, value + count, elements[i]);
+        }
+        Element interleaved[kLanes * Type::kPerWord];
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          for (int64_t i = 0; i < Type::kPerWord; ++i) interleaved[lane * Type::kPerWord + i] = elements[i][lane];
+        }
+        std::memcpy(values + (d / kLanes * num_steps + token / Type::kPerWord) * kLanes, interleaved,
+                    sizeof(interleaved));
       }
     }
   }
 
   void attend(int64_t image, int64_t head, int64_t first, int64_t num_rows) const {
-    static thread_local std::vector<float> scores;
-    static thread_local std::vector<Left> queries, weights;
+    static thread_local AlignedVector<float> scores;
+    static thread_local AlignedVector<Left> queries, weights;
     scores.resize(kRows * num_columns_);
     weights.resize(kRows * num_columns_);
-    queries.resize(num_rows * shape_.head_dim);
+    const int64_t query_stride = num_key_words_ * Type::kPerWord;
+    queries.assign(num_rows * query_stride, Left{});
     for (int64_t r = 0; r < num_rows; ++r) {
       const Element* from = queries_ + shape_.queries.at(image, head, first + r);
-      copy_to_left<Type>(queries.data() + r * shape_.head_dim, from, shape_.head_dim);
+      copy_to_left<Type>(queries.data() + r * query_stride, from, shape_.head_dim);
     }
     Product<Type> product;
     const uint32_t* keys = packed_keys(head);
@@ -117,7 +134,7 @@ class DenseAttention {
       const uint32_t* group = keys + column * num_key_words_;
       const Segment all{{group, group + kLanes * num_key_words_}, num_key_words_};
       product.multiply(num_rows, kTileVectors, scores.data() + column, num_columns_,
-                       {queries.data(), shape_.head_dim, &all, 1, kLanes}, false);
+                       {queries.data(), query_stride, &all, 1, kLanes}, false);
     }
     float sums[kRows];
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -188,7 +205,7 @@ template <typename Type>
 void attend(const Shape& shape, int64_t num_threads, const void* queries, const void* keys, const void* values,
             void* output) {
   using Element = typename Type::Element;
-  static thread_local std::vector<uint32_t> packed;
+  static thread_local AlignedVector<uint32_t> packed;
   packed.resize(DenseAttention<Type>::packed_words(shape));
   const DenseAttention<Type> attention(shape, static_cast<const Element*>(queries), static_cast<const Element*>(keys),
                                        static_cast<const Element*>(values), static_cast<Element*>(output),

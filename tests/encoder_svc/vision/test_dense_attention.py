@@ -17,6 +17,7 @@ from encoder_svc.vision import dense_attention
 from encoder_svc.vision.dense_attention import NAME, DenseAttention, use_dense_attention
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.half_model import load_vision_half
+from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
 from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_level import processor_levels
 from lookonce.model.model_folder import ModelFolder
@@ -41,8 +42,19 @@ SHAPES = [
     (1, 2, 13, 72),
     (3, 1, 32, 80),
     (1, 2, 33, 30),
+    (1, 1, 47, 72),
     (2, 12, 577, 64),
 ]
+
+
+def chosen(implementation: str) -> Callable[..., KernelChoice]:
+    """A trial with a certain result. The real one depends on the processor, and on what else runs."""
+    return lambda operation, _, candidates: KernelChoice(operation, implementation, dict.fromkeys(candidates, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def _ours_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_attention, "choose_kernel", chosen(NATIVE))
 
 
 @pytest.fixture(scope="module")
@@ -281,9 +293,10 @@ def no_library(*_: object) -> None:
     [
         ((dense_attention, "load_library"), no_library, "no C++ compiler"),
         ((DenseAttention, "agrees_with_sdpa"), lambda *_: False, "other values"),
+        ((dense_attention, "choose_kernel"), chosen(PYTORCH), "PyTorch's is faster"),
     ],
 )
-def test_without_a_good_library_sdpa_stays_with_the_reason_in_the_log(
+def test_without_a_good_and_faster_library_sdpa_stays_with_the_reason_in_the_log(
     place: tuple[Any, str], stand_in: Any, reason: str, tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*place, stand_in)

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "aligned.h"
 #include "phases.h"
 #include "pools.h"
 #include "product.h"
@@ -170,16 +171,16 @@ class Attention {
  private:
   // Buffers of one thread; they grow to the largest item.
   struct Workspace {
-    std::vector<Left> queries;     // [rows, head_dim]
-    std::vector<float> scores;     // [rows, kTileKeys]
-    std::vector<Left> weights;     // [rows, kTileKeys]
-    std::vector<float> total;      // Memory of Sums: of all pieces so far, and of the current piece.
-    std::vector<float> piece;
+    AlignedVector<Left> queries;     // [rows, head_dim]
+    AlignedVector<float> scores;     // [rows, kTileKeys]
+    AlignedVector<Left> weights;     // [rows, kTileKeys]
+    AlignedVector<float> total;      // Memory of Sums: of all pieces so far, and of the current piece.
+    AlignedVector<float> piece;
     std::vector<Sight> sights;  // [tokens]
     // Of the current tile, if keys and values are rounded: scales by column, and expanded keys and values.
     float key_scales[kTileKeys] = {};
     float value_scales[kTileKeys] = {};
-    std::vector<typename Type::Element> expanded;
+    AlignedVector<typename Type::Element> expanded;
   };
 
   Sums sums_in(float* memory, int64_t num_rows) const {

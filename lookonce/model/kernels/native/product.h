@@ -13,6 +13,8 @@ class Product {
  public:
   // Largest number of rows.
   static constexpr int64_t kRows = kTileRows;
+  // A sum of a multiple of so many words needs no padding.
+  static constexpr int64_t kSteps = 1;
 
   // Computes sums [num_rows, num_vectors · 16] = left × right; `adds`: added to the present sums.
   void multiply(int64_t num_rows, int64_t num_vectors, float* sums, int64_t sums_stride, const Operands<Type>& of,
@@ -26,6 +28,7 @@ template <>
 class Product<BFloat16> : public AmxTiles {
  public:
   static constexpr int64_t kRows = 32;
+  static constexpr int64_t kSteps = 16;
 };
 #endif
 
