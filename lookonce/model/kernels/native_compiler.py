@@ -57,7 +57,10 @@ LEVELS = (
     NativeLevel("avx512", _X86, _V4, _V4_FEATURES),
     NativeLevel("avx512_bf16", _X86, (*_V4, *_PAIRS), _PAIR_FEATURES),
     NativeLevel(
-        "amx_bf16", _X86, (*_V4, *_PAIRS, "-mamx-tile", "-mamx-bf16"), _PAIR_FEATURES | {"amx_tile", "amx_bf16"}
+        "amx_bf16",
+        _X86,
+        (*_V4, *_PAIRS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        _PAIR_FEATURES | {"amx_tile", "amx_bf16", "amx_int8"},
     ),
     NativeLevel("neon", _ARM, (), frozenset()),
     NativeLevel("neon_bf16", _ARM, ("-march=armv8.2-a+bf16",), frozenset({"bf16"})),

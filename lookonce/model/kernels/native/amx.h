@@ -1,9 +1,9 @@
-// Products of bfloat16 pairs by AMX: up to 32 rows times 32 columns, sums in four tiles of 16 x 16.
+// Products by AMX: of bfloat16 pairs, up to 32 rows times 32 columns with sums in four tiles of 16 x 16, and of integers.
 //
 // Panels of weights, keys and values already have the order that AMX reads: a row of a tile is a word of 16 columns. A
 // tile holds 16 words of the sum, or 8 where the right side has many segments, which are groups of 16 keys. What is left
 // over is padded with zeros, which add exact zeros. The processor adds the products of a tile in one order for any number
-// of rows. https://www.intel.com/content/www/us/en/docs/intrinsics-guide (AMX-BF16)
+// of rows. https://www.intel.com/content/www/us/en/docs/intrinsics-guide (AMX-BF16, AMX-INT8)
 
 #pragma once
 
@@ -23,6 +23,9 @@ struct TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t num_rows[16] = {};
 };
+
+// Rows, and bytes of a row, of a whole tile.
+constexpr int64_t kTileSide = 16, kTileBytes = 64;
 
 // The tiles of a thread for some products, which mostly have one shape. No other code uses tiles meanwhile.
 class AmxTiles {
@@ -46,19 +49,45 @@ class AmxTiles {
     }
   }
 
+  // Computes sums [2, 16, 32] of the lower and the upper bytes of 1 … 16 rows of integers, each times `right`, whose
+  // words [16 · num_tiles, 32] hold four factors of one column. The strides count bytes.
+  void multiply_bytes(int64_t num_rows, const uint8_t* lower, const int8_t* upper, int64_t left_stride,
+                      const uint32_t* right, int64_t num_tiles, int32_t* sums) {
+    set_shapes(num_rows, num_rows, kTileSide);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    constexpr int64_t kStride = kTileColumns * 4;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      _tile_loadd(6, right + tile * kTileSide * kTileColumns, kStride);
+      _tile_loadd(7, right + tile * kTileSide * kTileColumns + kLanes, kStride);
+      _tile_loadd(4, lower + tile * kTileBytes, left_stride);
+      _tile_dpbusd(0, 4, 6);
+      _tile_dpbusd(1, 4, 7);
+      _tile_loadd(5, upper + tile * kTileBytes, left_stride);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    }
+    int32_t* of_upper = sums + kTileSide * kTileColumns;
+    _tile_stored(0, sums, kStride);
+    _tile_stored(1, sums + kLanes, kStride);
+    _tile_stored(2, of_upper, kStride);
+    _tile_stored(3, of_upper + kLanes, kStride);
+  }
+
  private:
-  // Tiles 0 and 1: sums of the first 16 rows; 2 and 3: of the others; 4 and 5: left sides; 6 and 7: right sides.
-  void set_shapes(int64_t num_rows, int64_t num_steps) {
-    if (num_rows == num_rows_ && num_steps == num_steps_) return;
+  // Tiles 0 and 1: sums of the first rows; 2 and 3: of the others; 4 and 5: left sides; 6 and 7: right sides.
+  void set_shapes(int64_t num_rows, int64_t num_others, int64_t num_steps) {
+    if (num_rows == num_rows_ && num_others == num_others_ && num_steps == num_steps_) return;
     num_rows_ = num_rows;
+    num_others_ = num_others;
     num_steps_ = num_steps;
     TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) shapes.row_bytes[tile] = 64;
+    for (int tile = 0; tile < 8; ++tile) shapes.row_bytes[tile] = kTileBytes;
     shapes.row_bytes[4] = shapes.row_bytes[5] = static_cast<uint16_t>(4 * num_steps);
-    const auto first = static_cast<uint8_t>(std::min<int64_t>(num_rows, 16));
-    const auto others = static_cast<uint8_t>(std::max<int64_t>(num_rows - 16, 1));
-    shapes.num_rows[0] = shapes.num_rows[1] = shapes.num_rows[4] = first;
-    shapes.num_rows[2] = shapes.num_rows[3] = shapes.num_rows[5] = others;
+    shapes.num_rows[0] = shapes.num_rows[1] = shapes.num_rows[4] = static_cast<uint8_t>(num_rows);
+    shapes.num_rows[2] = shapes.num_rows[3] = shapes.num_rows[5] = static_cast<uint8_t>(num_others);
     shapes.num_rows[6] = shapes.num_rows[7] = static_cast<uint8_t>(num_steps);
     _tile_loadconfig(&shapes);
   }
@@ -66,9 +95,9 @@ class AmxTiles {
   template <int64_t kSteps>
   void add_segments(int64_t num_rows, bool has_other_vector, float* sums, int64_t sums_stride,
                     const Operands<BFloat16>& of, bool adds) {
-    set_shapes(num_rows, kSteps);
-    const bool has_second = num_rows > 16;
-    float* second = sums + 16 * sums_stride;
+    set_shapes(std::min(num_rows, kTileSide), std::max<int64_t>(num_rows - kTileSide, 1), kSteps);
+    const bool has_second = num_rows > kTileSide;
+    float* second = sums + kTileSide * sums_stride;
     const int64_t sums_bytes = sums_stride * 4;
     _tile_zero(0);
     _tile_zero(1);
@@ -90,7 +119,7 @@ class AmxTiles {
         _tile_dpbf16ps(1, 4, 7);
       }
       if (!has_second) return;
-      _tile_loadd(5, reinterpret_cast<const char*>(left) + 16 * left_bytes, left_bytes);
+      _tile_loadd(5, reinterpret_cast<const char*>(left) + kTileSide * left_bytes, left_bytes);
       _tile_dpbf16ps(2, 5, 6);
       if (has_other_vector) _tile_dpbf16ps(3, 5, 7);
     };
@@ -107,7 +136,7 @@ class AmxTiles {
         add(left + 2 * step, of.left_stride * 2, segment->right[0] + at, segment->right[1] + at, of.right_stride * 4);
       }
       if (const int64_t rest = segment->num_steps - step; rest > 0) {
-        alignas(64) uint16_t padded_left[32 * 2 * kSteps] = {};
+        alignas(64) uint16_t padded_left[2 * kTileSide * 2 * kSteps] = {};
         alignas(64) uint32_t right[kTileVectors][kSteps * kLanes] = {};
         for (int64_t r = 0; r < num_rows; ++r) {
           const uint16_t* from = left + r * of.left_stride + 2 * step;
@@ -130,8 +159,7 @@ class AmxTiles {
   }
 
   // The shapes that are set; 0: none.
-  int64_t num_rows_ = 0;
-  int64_t num_steps_ = 0;
+  int64_t num_rows_ = 0, num_others_ = 0, num_steps_ = 0;
 };
 
 }  // namespace lookonce

@@ -7,6 +7,14 @@
 
 namespace lookonce {
 
+#if defined(__AMX_BF16__)
+template <typename Type>
+constexpr bool kUsesAmx = std::is_same_v<Type, BFloat16>;
+#else
+template <typename Type>
+constexpr bool kUsesAmx = false;
+#endif
+
 // Multiplies with the same few words of memory again and again. Each work item of a thread has its own.
 template <typename Type>
 class Product {

@@ -1,9 +1,10 @@
 // Linear layers whose weights are codes of 4 or 8 bits with a scale and an offset for each group of inputs.
 //
 // Layers of bfloat16 with codes of floating point expand them to bfloat16, which is exact, and apply scales to the sums
-// of a block of up to 128 inputs. With integers they multiply integers: each row of inputs is rounded to 16 bits with a scale for each block of up to 128
-// inputs, products of a block are summed exactly in 32 bits, and scales are applied to the sums. The rounding is finer
-// than bfloat16's: 2^-16 of a block's largest input.
+// of a block of up to 128 inputs. With integers they multiply integers: each row of inputs is rounded to 16 bits with a
+// scale for each block of up to 128 inputs, products of a block are summed exactly in 32 bits, and scales are applied to
+// the sums. The rounding is finer than bfloat16's: 2^-16 of a block's largest input. AMX multiplies the two bytes of an
+// input one after the other; the sums are the same integers.
 //
 // Layers of float32 expand the weights to float32, so their results are the bits of a layer that holds the expanded
 // weights. A thread expands a part of a panel at a time, in its L1 cache, or in registers if there are few rows.
@@ -17,8 +18,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "aligned.h"
 #include "layer.h"
 #include "phases.h"
+#include "product.h"
 #include "tile.h"
 
 namespace lookonce {
@@ -79,6 +82,23 @@ struct Int16 {
 struct IntegerInputs {
   std::unique_ptr<int16_t[]> integers;
   std::unique_ptr<float[]> scales, sums;
+#if defined(__AMX_BF16__)
+  // The bytes of the integers, integer = 256 · upper + lower: [rows, inputs rounded up to whole tiles].
+  AlignedVector<uint8_t> lower;
+  AlignedVector<int8_t> upper;
+
+  static int64_t bytes_stride(int64_t num_inputs) { return (num_inputs + kTileBytes - 1) / kTileBytes * kTileBytes; }
+
+  // Stores the bytes of `count` inputs of a row from `first` on.
+  void split(int64_t row, int64_t num_inputs, int64_t first, int64_t count) {
+    const int16_t* from = integers.get() + row * num_inputs + first;
+    const int64_t at = row * bytes_stride(num_inputs) + first;
+    for (int64_t i = 0; i < count; ++i) {
+      lower[at + i] = static_cast<uint8_t>(from[i]);
+      upper[at + i] = static_cast<int8_t>(from[i] >> 8);
+    }
+  }
+#endif
 
   // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more.
   void reserve(int64_t num_rows, int64_t num_inputs) {
@@ -86,6 +106,11 @@ struct IntegerInputs {
     integers.reset(new int16_t[num_rows * num_inputs]);
     scales.reset(new float[num_rows * num_blocks]);
     sums.reset(new float[num_rows * num_blocks]);
+#if defined(__AMX_BF16__)
+    // A tile may reach behind the last block.
+    lower.resize(num_rows * bytes_stride(num_inputs) + kTileBytes);
+    upper.resize(lower.size());
+#endif
   }
 };
 
@@ -205,6 +230,63 @@ inline void expand_pairs(const Linear& layer, int64_t panel, int64_t first, int6
     std::memcpy(to, words, sizeof words);
   }
 }
+
+#if defined(__AMX_BF16__)
+// Expands the codes of inputs [first, stop) of a panel to words of four, with zeros up to whole tiles. Returns the number
+// of tiles.
+template <CodeForm kForm>
+inline int64_t expand_fours(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
+  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kPairBytes<kForm>;
+  const uint32_t* begin = to;
+  for (int64_t input = first; input < stop; input += 4, to += kTileColumns) {
+    HalfRegister pairs[2][kTileVectors] = {};
+    for (int i = 0; i < 2 && input + 2 * i < stop; ++i, codes += kPairBytes<kForm>) {
+      __builtin_prefetch(codes + kAheadCodes, 0, 2);
+      if constexpr (kForm == CodeForm::kInt8) {
+        std::memcpy(pairs[i], codes, sizeof pairs[i]);
+      } else {
+        HalfRegister both;
+        std::memcpy(&both, codes, sizeof both);
+        pairs[i][0] = both & 0x0f0f;
+        pairs[i][1] = both >> 4 & 0x0f0f;
+      }
+    }
+    for (int v = 0; v < kTileVectors; ++v) {
+      const WordRegister words = __builtin_convertvector(pairs[0][v], WordRegister) |
+                                 __builtin_convertvector(pairs[1][v], WordRegister) << 16;
+      std::memcpy(to + v * kLanes, &words, sizeof words);
+    }
+  }
+  constexpr int64_t kWords = kTileSide * kTileColumns;
+  const int64_t num_tiles = (to - begin + kWords - 1) / kWords;
+  std::fill(to, const_cast<uint32_t*>(begin) + num_tiles * kWords, 0u);
+  return num_tiles;
+}
+
+// From so many rows on, expanding codes to memory for AMX is faster than expanding them in registers.
+constexpr int64_t kAmxRows = 6;
+
+// Computes the integer sums [num_rows, 32] of inputs [first, stop) of a panel. `words` is a buffer.
+template <CodeForm kForm>
+inline void block_sums_by_amx(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
+                              const IntegerInputs& inputs, int64_t first_row, int64_t num_rows, AmxTiles& tiles,
+                              uint32_t* words, float* sums) {
+  const int64_t num_tiles = expand_fours<kForm>(layer, panel, first, stop, words);
+  const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs);
+  alignas(64) int32_t parts[2][kTileSide * kTileColumns];
+  for_row_tiles<kTileSide>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+    const int64_t at = (first_row + row) * stride + first;
+    tiles.multiply_bytes(rows, inputs.lower.data() + at, inputs.upper.data() + at, stride, words, num_tiles, parts[0]);
+    for (int64_t i = 0; i < rows * kTileColumns; i += kLanes) {
+      IntegerRegister lower, upper;
+      std::memcpy(&lower, parts[0] + i, sizeof lower);
+      std::memcpy(&upper, parts[1] + i, sizeof upper);
+      lower += upper << 8;
+      std::memcpy(sums + row * kTileColumns + i, &lower, sizeof lower);
+    }
+  });
+}
+#endif
 
 // Rows for which codes are expanded in registers only. More rows share codes that are expanded to memory once.
 constexpr int64_t kRegisterRows = kMaxSums / kPairRegisters;
@@ -393,43 +475,62 @@ void multiply_expanded(const Linear& layer, int64_t panel, const typename Type::
 // `first` on. `words` is a buffer.
 template <typename Type, CodeForm kForm>
 inline void block_sums(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
-                       const typename Type::Left* left, int64_t num_rows, uint32_t* words, float* sums) {
-  if (num_rows <= kRegisterRows) {
-    static constexpr auto kMultiplies = multiplies_of_codes<Type, kForm>(std::make_integer_sequence<int, kRegisterRows>());
-    return kMultiplies[num_rows - 1](layer, panel, first, stop, left, layer.num_inputs, sums);
+                       const typename Type::Left* left, int64_t num_rows, Product<Type>& product, uint32_t* words,
+                       float* sums) {
+  // AMX sums floating point in its own order, so it does that for any number of rows.
+  if constexpr (!kUsesAmx<Type>) {
+    if (num_rows <= kRegisterRows) {
+      static constexpr auto kMultiplies =
+          multiplies_of_codes<Type, kForm>(std::make_integer_sequence<int, kRegisterRows>());
+      return kMultiplies[num_rows - 1](layer, panel, first, stop, left, layer.num_inputs, sums);
+    }
   }
   expand_pairs<kForm>(layer, panel, first, stop, words);
   const Segment all{{words, words + kLanes}, (stop - first) / 2};
-  for_row_tiles(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+  for_row_tiles<Product<Type>::kRows>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
     const Operands<Type> of{left + row * layer.num_inputs, layer.num_inputs, &all, 1, kTileColumns};
-    multiply<Type>(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, false);
+    product.multiply(rows, kTileVectors, sums + row * kTileColumns, kTileColumns, of, false);
   });
 }
 
-// Computes the sums [num_rows, 32] of a panel block by block, from inputs as integers or, with codes of floating point,
-// from inputs as they are.
+// Computes the sums [num_rows, 32] of a panel with codes of floating point, block by block.
 template <typename Type>
-void multiply_blocks(const Linear& layer, int64_t panel, const typename Type::Left* input,
-                     const IntegerInputs& inputs, int64_t first_row, int64_t num_rows, float* sums) {
+void multiply_float8(const Linear& layer, int64_t panel, const typename Type::Left* input, int64_t num_rows,
+                     float* sums) {
   alignas(64) float parts[kExpandedRows * kTileColumns];
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
+  Product<Type> product;
   const int64_t size = block_inputs(layer);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
     const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
-    const int64_t at = first_row * layer.num_inputs + first;
-    const int16_t* integers = inputs.integers.get() + at;
-    switch (layer.code_form) {
-      case CodeForm::kInt4:
-        block_sums<Int16, CodeForm::kInt4>(layer, panel, first, stop, integers, num_rows, words, parts);
-        break;
-      case CodeForm::kInt8:
-        block_sums<Int16, CodeForm::kInt8>(layer, panel, first, stop, integers, num_rows, words, parts);
-        break;
-      case CodeForm::kFloat8:
-        block_sums<Type, CodeForm::kFloat8>(layer, panel, first, stop, input + at, num_rows, words, parts);
-        add_scaled(layer, panel, block, num_rows, parts, sums, block > 0);
-        continue;
+    block_sums<Type, CodeForm::kFloat8>(layer, panel, first, stop, input + first, num_rows, product, words, parts);
+    add_scaled(layer, panel, block, num_rows, parts, sums, block > 0);
+  }
+}
+
+// Computes the sums [num_rows, 32] of a panel with codes that are integers, block by block.
+template <CodeForm kForm>
+void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
+                       int64_t num_rows, float* sums) {
+  alignas(64) float parts[kExpandedRows * kTileColumns];
+  alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
+  Product<Int16> product;
+#if defined(__AMX_BF16__)
+  AmxTiles tiles;
+#endif
+  const int64_t size = block_inputs(layer);
+  for (int64_t block = 0; block < num_blocks(layer); ++block) {
+    const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
+    const int16_t* left = inputs.integers.get() + first_row * layer.num_inputs + first;
+#if defined(__AMX_BF16__)
+    if (num_rows >= kAmxRows) {
+      block_sums_by_amx<kForm>(layer, panel, first, stop, inputs, first_row, num_rows, tiles, words, parts);
+    } else {
+      block_sums<Int16, kForm>(layer, panel, first, stop, left, num_rows, product, words, parts);
     }
+#else
+    block_sums<Int16, kForm>(layer, panel, first, stop, left, num_rows, product, words, parts);
+#endif
     add_block(layer, panel, block, inputs, first_row, num_rows, parts, sums, block > 0);
   }
 }
@@ -446,6 +547,9 @@ void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left
       const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
       round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
                         integers.scales.get() + item, integers.sums.get() + item);
+#if defined(__AMX_BF16__)
+      integers.split(item / blocks, layer.num_inputs, first, std::min(size, layer.num_inputs - first));
+#endif
     });
   }
 }
@@ -455,7 +559,14 @@ template <typename Type>
 void quantized_sums(const Linear& layer, int64_t panel, const typename Type::Left* input,
                     const IntegerInputs& integers, int64_t first_row, int64_t num_rows, float* sums) {
   if constexpr (Type::kIsRough) {
-    multiply_blocks<Type>(layer, panel, input, integers, first_row, num_rows, sums);
+    switch (layer.code_form) {
+      case CodeForm::kInt4:
+        return multiply_integers<CodeForm::kInt4>(layer, panel, integers, first_row, num_rows, sums);
+      case CodeForm::kInt8:
+        return multiply_integers<CodeForm::kInt8>(layer, panel, integers, first_row, num_rows, sums);
+      case CodeForm::kFloat8:
+        return multiply_float8<Type>(layer, panel, input + first_row * layer.num_inputs, num_rows, sums);
+    }
   } else {
     multiply_expanded<Type>(layer, panel, input + first_row * layer.num_inputs, num_rows, sums);
   }
