@@ -1,4 +1,4 @@
-// Products by AMX: of bfloat16 pairs, up to 32 rows times 32 columns with sums in four tiles of 16 x 16, and of integers.
+// Products by AMX: of bfloat16 pairs, 32 rows times 32 columns at most with sums in four tiles, and of integers.
 //
 // Panels of weights, keys and values already have the order that AMX reads: a row of a tile is a word of 16 columns. A
 // tile holds 16 words of the sum, or 8 where the right side has many segments, which are groups of 16 keys. What is left
@@ -49,10 +49,10 @@ class AmxTiles {
     }
   }
 
-  // Computes sums [2, 16, 32] of the lower and the upper bytes of 1 … 16 rows of integers, each times `right`, whose
-  // words [16 · num_tiles, 32] hold four factors of one column. The strides count bytes.
+  // Computes sums [16, 32] of the lower and of the upper bytes of 1 … 16 rows of integers, times `right`, whose words
+  // [16 · num_tiles, 32] hold four factors of one column each. The stride counts bytes.
   void multiply_bytes(int64_t num_rows, const uint8_t* lower, const int8_t* upper, int64_t left_stride,
-                      const uint32_t* right, int64_t num_tiles, int32_t* sums) {
+                      const uint32_t* right, int64_t num_tiles, int32_t* sums_of_lower, int32_t* sums_of_upper) {
     set_shapes(num_rows, num_rows, kTileSide);
     _tile_zero(0);
     _tile_zero(1);
@@ -69,11 +69,10 @@ class AmxTiles {
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     }
-    int32_t* of_upper = sums + kTileSide * kTileColumns;
-    _tile_stored(0, sums, kStride);
-    _tile_stored(1, sums + kLanes, kStride);
-    _tile_stored(2, of_upper, kStride);
-    _tile_stored(3, of_upper + kLanes, kStride);
+    _tile_stored(0, sums_of_lower, kStride);
+    _tile_stored(1, sums_of_lower + kLanes, kStride);
+    _tile_stored(2, sums_of_upper, kStride);
+    _tile_stored(3, sums_of_upper + kLanes, kStride);
   }
 
  private:

@@ -34,14 +34,15 @@ void linear(Worker& worker, const Linear& layer, const typename Type::Left* inpu
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_words = layer.num_inputs / Type::kPerWord;
   const int64_t row_bytes = layer.num_inputs * sizeof(*input);
-  const int64_t chunk_rows = std::max<int64_t>(1, kChunkBytes / row_bytes / Product<Type>::kRows) * Product<Type>::kRows;
+  constexpr int64_t kRows = Product<Type>::kRows;
+  const int64_t chunk_rows = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
   const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
   // A thread takes several neighbouring panels at a time if there are enough for all threads to end together.
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
   worker.run(num_chunks * num_panels, side_by_side, [&](int64_t item) {
     const int64_t chunk = item / num_panels * chunk_rows, panel = item % num_panels;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
-    alignas(64) float sums[Product<Type>::kRows * kTileColumns];
+    alignas(64) float sums[kRows * kTileColumns];
     Product<Type> product;
     const auto multiply_tile = [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
       const Segment all{{right, right + kLanes}, num_words};
@@ -64,7 +65,7 @@ void linear(Worker& worker, const Linear& layer, const typename Type::Left* inpu
         finish(chunk + first + row, panel * kTileColumns, of_row);
       }
     };
-    for_row_tiles<Product<Type>::kRows>(std::min(chunk_rows, num_rows - chunk), multiply_tile);
+    for_row_tiles<kRows>(std::min(chunk_rows, num_rows - chunk), multiply_tile);
   });
 }
 

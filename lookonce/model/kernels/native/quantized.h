@@ -262,30 +262,6 @@ inline int64_t expand_fours(const Linear& layer, int64_t panel, int64_t first, i
   std::fill(to, const_cast<uint32_t*>(begin) + num_tiles * kWords, 0u);
   return num_tiles;
 }
-
-// From so many rows on, expanding codes to memory for AMX is faster than expanding them in registers.
-constexpr int64_t kAmxRows = 6;
-
-// Computes the integer sums [num_rows, 32] of inputs [first, stop) of a panel. `words` is a buffer.
-template <CodeForm kForm>
-inline void block_sums_by_amx(const Linear& layer, int64_t panel, int64_t first, int64_t stop,
-                              const IntegerInputs& inputs, int64_t first_row, int64_t num_rows, AmxTiles& tiles,
-                              uint32_t* words, float* sums) {
-  const int64_t num_tiles = expand_fours<kForm>(layer, panel, first, stop, words);
-  const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs);
-  alignas(64) int32_t parts[2][kTileSide * kTileColumns];
-  for_row_tiles<kTileSide>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
-    const int64_t at = (first_row + row) * stride + first;
-    tiles.multiply_bytes(rows, inputs.lower.data() + at, inputs.upper.data() + at, stride, words, num_tiles, parts[0]);
-    for (int64_t i = 0; i < rows * kTileColumns; i += kLanes) {
-      IntegerRegister lower, upper;
-      std::memcpy(&lower, parts[0] + i, sizeof lower);
-      std::memcpy(&upper, parts[1] + i, sizeof upper);
-      lower += upper << 8;
-      std::memcpy(sums + row * kTileColumns + i, &lower, sizeof lower);
-    }
-  });
-}
 #endif
 
 // Rows for which codes are expanded in registers only. More rows share codes that are expanded to memory once.
@@ -364,9 +340,10 @@ inline void for_form(const Linear& layer, Expand expand) {
   }
 }
 
-// Adds a block's sums of integers [rows, 32] to the sums, scaled.
+// Adds a block's sums of integers to the sums [rows, 32], scaled. `integers_at(place)` returns a register of them.
+template <typename IntegersAt>
 inline void add_block(const Linear& layer, int64_t panel, int64_t block, const IntegerInputs& inputs, int64_t first_row,
-                      int64_t num_rows, const float* integers, float* sums, bool adds) {
+                      int64_t num_rows, IntegersAt integers_at, float* sums, bool adds) {
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
   const int64_t group = block * block_inputs(layer) / layer.group_inputs, blocks = num_blocks(layer);
   const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
@@ -375,16 +352,45 @@ inline void add_block(const Linear& layer, int64_t panel, int64_t block, const I
     const Floats scale = load_floats(scales + v), offset = load_floats(offsets + v);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t at = (first_row + row) * blocks + block, place = row * kTileColumns + v;
-      const Floats bits = load_floats(integers + place);
       Floats value;
       for (int p = 0; p < kRegisters; ++p) {
-        value.part[p] = __builtin_convertvector(reinterpret_cast<IntegerRegister>(bits.part[p]), FloatRegister);
+        value.part[p] = __builtin_convertvector(integers_at(place + p * kRegisterLanes), FloatRegister);
       }
       const Floats total = adds ? load_floats(sums + place) : Floats(0.0f);
       store_floats(sums + place, value * (scale * inputs.scales[at]) + (offset * inputs.sums[at] + total));
     }
   }
 }
+
+inline IntegerRegister load_integers(const void* from) {
+  IntegerRegister integers;
+  std::memcpy(&integers, from, sizeof integers);
+  return integers;
+}
+
+#if defined(__AMX_BF16__)
+// From so many rows on, expanding codes to memory for AMX is faster than expanding them in registers.
+constexpr int64_t kAmxRows = 8;
+
+// Adds the products of a block of inputs to the sums [num_rows, 32]. `words` is a buffer.
+template <CodeForm kForm>
+inline void add_block_by_amx(const Linear& layer, int64_t panel, int64_t block, const IntegerInputs& inputs,
+                             int64_t first_row, int64_t num_rows, AmxTiles& tiles, uint32_t* words, float* sums) {
+  const int64_t first = block * block_inputs(layer), stop = std::min(first + block_inputs(layer), layer.num_inputs);
+  const int64_t num_tiles = expand_fours<kForm>(layer, panel, first, stop, words);
+  const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs);
+  alignas(64) int32_t lower[kTileSide * kTileColumns], upper[kTileSide * kTileColumns];
+  for_row_tiles<kTileSide>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+    const int64_t at = (first_row + row) * stride + first;
+    tiles.multiply_bytes(rows, inputs.lower.data() + at, inputs.upper.data() + at, stride, words, num_tiles, lower,
+                         upper);
+    const auto integers_at = [&](int64_t place) {
+      return load_integers(lower + place) + (load_integers(upper + place) << 8);
+    };
+    add_block(layer, panel, block, inputs, first_row + row, rows, integers_at, sums + row * kTileColumns, block > 0);
+  });
+}
+#endif
 
 // Adds a block's sums [rows, 32] to the sums, scaled.
 inline void add_scaled(const Linear& layer, int64_t panel, int64_t block, int64_t num_rows, const float* parts,
@@ -520,18 +526,17 @@ void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& 
 #endif
   const int64_t size = block_inputs(layer);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
-    const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
-    const int16_t* left = inputs.integers.get() + first_row * layer.num_inputs + first;
 #if defined(__AMX_BF16__)
     if (num_rows >= kAmxRows) {
-      block_sums_by_amx<kForm>(layer, panel, first, stop, inputs, first_row, num_rows, tiles, words, parts);
-    } else {
-      block_sums<Int16, kForm>(layer, panel, first, stop, left, num_rows, product, words, parts);
+      add_block_by_amx<kForm>(layer, panel, block, inputs, first_row, num_rows, tiles, words, sums);
+      continue;
     }
-#else
-    block_sums<Int16, kForm>(layer, panel, first, stop, left, num_rows, product, words, parts);
 #endif
-    add_block(layer, panel, block, inputs, first_row, num_rows, parts, sums, block > 0);
+    const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
+    const int16_t* left = inputs.integers.get() + first_row * layer.num_inputs + first;
+    block_sums<Int16, kForm>(layer, panel, first, stop, left, num_rows, product, words, parts);
+    const auto integers_at = [&](int64_t place) { return load_integers(parts + place); };
+    add_block(layer, panel, block, inputs, first_row, num_rows, integers_at, sums, block > 0);
   }
 }
 

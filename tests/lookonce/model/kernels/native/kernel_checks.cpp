@@ -393,8 +393,8 @@ void check_type(const std::string& type) {
   }
   for (int64_t outputs : {1, 16, 31, 32, 33}) check_linear<Type>(type, 6, 64, outputs);
   for (CodeForm form : {CodeForm::kInt4, CodeForm::kInt8, CodeForm::kFloat8}) {
-    for (int64_t rows : {1, 5, 13, 100}) {
-      for (int64_t group : {32, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
+    for (int64_t rows : {1, 5, 13, 33, 100}) {
+      for (int64_t group : {32, 96, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
     }
     check_quantized_linear<Type>(type, 3, 64, 33, form, 1024);
     check_quantized_linear<Type>(type, 2, 2, 1, form, 128);
