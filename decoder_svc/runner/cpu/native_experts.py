@@ -12,6 +12,7 @@ from torch import Tensor
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_stack import LANES, interleaved
 from decoder_svc.runner.cpu.native_structures import Experts, ExpertStep
+from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packed
 from lookonce.model.kernels.quantized_experts import ExpertWeights, experts_of
 from lookonce.model.kernels.quantized_weight import padded
@@ -86,10 +87,12 @@ def replace_experts(model: torch.nn.Module, backend: NativeBackend) -> int:
         if (weights := experts_of(child)) is not None and _is_supported(weights)
     ]
     num_replaced = 0
+    progress = LoadProgress("experts are copied into the kernels' layout", len(found))
     while found:
         parent, name, weights = found.pop()
         with torch.inference_mode():
             native = NativeExperts(weights, backend)
+            progress.add(native.nbytes)
             difference = _difference(getattr(parent, name), native, weights)
         # Written with `not` so that NaN fails.
         if not difference <= _TOLERANCE[weights.dtype]:

@@ -21,6 +21,7 @@ from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_adapters import NativeAdapters
 from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
+from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, dtype_of, padded, weight_of
 
@@ -64,6 +65,10 @@ class _Layer:
     gate_up: PackedWeights
     down: PackedWeights
 
+    def weights(self) -> tuple[PackedWeights, ...]:
+        """Returns the weights of the linear layers, in the order in which a step reads them."""
+        return (self.query_key_value, self.attended, self.gate_up, self.down)
+
 
 def unstackable_reason(text_model: Any) -> str | None:
     """Returns why a language model's layers cannot become a stack, or None if they can."""
@@ -101,7 +106,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._backend = backend
         self._options = tuple(options)
         self._dtype = dtype_of(text_model.layers[0].self_attn.q_proj)
-        self._layers = [_layer(layer) for layer in text_model.layers]
+        self._layers = _layers(text_model.layers)
         self._last_norm = _norm(text_model.norm)
         self._num_heads = self._layers[0].attended.num_inputs // text_model.layers[0].self_attn.head_dim
         self._structs = (StackLayer * len(self._layers))(*(_struct(layer) for layer in self._layers))
@@ -127,8 +132,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def weights(self) -> list[PackedWeights]:
         """Returns the weights of all linear layers, in the order in which a step reads them."""
-        parts = ((layer.query_key_value, layer.attended, layer.gate_up, layer.down) for layer in self._layers)
-        return [weights for layer in parts for weights in layer]
+        return [weights for layer in self._layers for weights in layer.weights()]
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +208,15 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             struct.options = self._backend.options(index, options)
         self._stack.heads = self._backend.heads(self._num_heads)
         self._pools = self._backend.pools
+
+
+def _layers(layers: Sequence[Any]) -> list[_Layer]:
+    progress = LoadProgress("layers are copied into the kernels' layout", len(layers))
+    found = []
+    for layer in layers:
+        found.append(_layer(layer))
+        progress.add(sum(weights.nbytes for weights in found[-1].weights()))
+    return found
 
 
 def _layer(layer: Any) -> _Layer:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from lookonce.logs import get_logger
 from lookonce.model.kernels.activation import Activation
+from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.quantized_weight import QuantizedLinear
 
 # Makes a faster layer that computes the same, with a fused activation; None if it cannot.
@@ -48,10 +49,14 @@ def replace_linears(model: torch.nn.Module, make: LayerMaker) -> int:
     ]
     # Keyed by id, so that the dict keeps no plain layer alive. Layers still in `found` are alive, so no id is reused.
     layers: dict[int, torch.nn.Module | None] = {}
+    progress = LoadProgress(
+        "linear layers are copied into the kernels' layout", len({id(layer) for *_, layer in found})
+    )
     while found:
         parent, name, linear = found.pop()
         if id(linear) not in layers:
-            layers[id(linear)] = make(linear, Activation.NONE)
+            layers[id(linear)] = made = make(linear, Activation.NONE)
+            progress.add(getattr(made, "nbytes", 0))
         if (layer := layers[id(linear)]) is not None:
             setattr(parent, name, layer)
     num_replaced = sum(layer is not None for layer in layers.values())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lookonce.errors import ConfigurationError
 from lookonce.logs import get_logger
+from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.quantized_experts import QuantizedExperts, experts_of, quantized_experts
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, quantized
 
@@ -44,6 +45,7 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
         found.append((model, "lm_head", _HEAD_BITS))
     mixtures = [(parent, name) for parent in text_model.modules() for name, _ in parent.named_children()]
     num_bytes_before = num_bytes = num_mixtures = 0
+    progress = LoadProgress("linear layers are being quantized", len(found))
     with torch.inference_mode():
         for parent, name, own_bits in found:
             linear = getattr(parent, name)
@@ -52,6 +54,7 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
             setattr(parent, name, QuantizedLinear(weight, bias))
             num_bytes_before += linear.weight.nbytes
             num_bytes += _kernel_bytes(weight)
+            progress.add(linear.weight.nbytes)
         for parent, name in mixtures:
             before = sum(parameter.nbytes for parameter in getattr(parent, name).parameters(recurse=False))
             experts = quantized_experts(getattr(parent, name), bits)
