@@ -7,7 +7,7 @@ arXiv:2306.00978, change which integers are chosen, not this form).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -146,6 +146,10 @@ class WeightSource(Protocol):
     def dtype(self) -> torch.dtype:
         """The type of the weight that codes stand for."""
 
+    @property
+    def stored(self) -> Iterable[Tensor]:
+        """The tensors, in mapped files, of which the weight is computed."""
+
     def quantized(self) -> QuantizedWeight:
         """Returns the weight as codes, computed anew."""
 
@@ -166,6 +170,13 @@ class QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untype
         return self._source if isinstance(self._source, QuantizedWeight) else self._source.quantized()
 
     @property
+    def stored(self) -> Iterable[Tensor]:
+        """The tensors of which the weight is computed."""
+        if isinstance(self._source, QuantizedWeight):
+            return (self._source.codes, self._source.scales, self._source.offsets)
+        return self._source.stored
+
+    @property
     def weight(self) -> Tensor:
         """The weight `[outputs, inputs]` in its type, computed anew."""
         return self.quantized_weight.dequantized()
@@ -179,6 +190,14 @@ def weight_of(linear: torch.nn.Module) -> Weight:
     """Returns the weight of a linear layer in the form in which it is stored."""
     weight: Weight = linear.quantized_weight if isinstance(linear, QuantizedLinear) else linear.weight
     return weight
+
+
+def stored_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Yields the tensors in which a module's weights are stored: parameters, and those of quantized layers."""
+    yield from module.parameters()
+    for child in module.modules():
+        if isinstance(child, QuantizedLinear):
+            yield from child.stored
 
 
 def dtype_of(linear: torch.nn.Module) -> torch.dtype:

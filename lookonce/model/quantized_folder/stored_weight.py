@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,11 @@ class StoredWeight:
     def shape(self) -> torch.Size:
         """The numbers of outputs and of inputs."""
         return torch.Size((self.layout.num_outputs, self.layout.num_inputs))
+
+    @property
+    def stored(self) -> Iterable[Tensor]:
+        """The tensors of which the weight is computed."""
+        return self.tensors.values()
 
     def has_readable_groups(self) -> bool:
         """Whether the kernels can read such groups as codes. Raises ModelFolderError for inputs without a group."""
