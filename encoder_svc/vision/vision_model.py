@@ -20,6 +20,7 @@ from lookonce.errors import ModelFolderError
 from lookonce.logs import get_logger
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
+from lookonce.model.kernels.read_ahead import read_ahead
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 from lookonce.model.weight_bytes import weight_bytes
@@ -71,6 +72,7 @@ class VisionModel:
         folder = ModelFolder.open(config.model)
         adapter = VisionAdapter.load(folder)
         model = load_vision_half(folder.path, _DTYPES[platform.dtype_for(config.dtype)])
+        read_ahead(model.parameters())
         loaded = cls(folder, model, adapter, platform, _ROW_DTYPES[config.row_format])
         # After the fingerprint, which is computed from the weights as they were read.
         if platform.prepare_vision is None:

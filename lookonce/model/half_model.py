@@ -21,8 +21,6 @@ from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
-from lookonce.model.kernels.quantized_weight import stored_tensors
-from lookonce.model.kernels.read_ahead import read_ahead
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import read_json_object, weight_files
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
@@ -204,5 +202,4 @@ def _load(
             f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
         )
     restore_layers(model, keep_codes=keep_codes)
-    read_ahead(stored_tensors(model))
     return model.eval().requires_grad_(False)

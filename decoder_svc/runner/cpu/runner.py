@@ -28,6 +28,8 @@ from lookonce.model.kernels.linear_layers import replace_linears
 from lookonce.model.kernels.linear_trial import choose_step_linear
 from lookonce.model.kernels.native_linear import native_linear
 from lookonce.model.kernels.quantized_layers import has_quantized_layers, make_layers_whole, quantize_linears
+from lookonce.model.kernels.quantized_weight import stored_tensors
+from lookonce.model.kernels.read_ahead import read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class CPUModelRunner(ModelRunnerBase):
         if self.config.ranks is not None:
             self._split(self.config.ranks)
             return
+        # The check of the kernels is the first that reads all weights. A rank needs only a part of them.
+        read_ahead(stored_tensors(self.model))
         if self.config.quantize_bits is not None:
             quantize_linears(self.model, getattr(self.model.model, text_child(self.model)), self.config.quantize_bits)
         self.adapters = self._adapter_table()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision import vision_model as vision_model_module
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce.content_key import ProcessorOptions
 from lookonce.devices import cpu
@@ -23,7 +24,7 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.errors import InvalidParameterError, ModelFolderError
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.vision_fingerprint import iter_vision_tensors
+from lookonce.model.vision_fingerprint import iter_vision_tensors, vision_fingerprint
 from tests import image_files, tiny_models
 
 FAMILIES = sorted(tiny_models.BUILDERS)
@@ -49,6 +50,19 @@ def reference_rows(folder: pathlib.Path, images: list[Any], **kwargs: Any) -> li
             features = model.get_image_features(**processor(images=image, return_tensors="pt", **kwargs))
         rows.append(features.pooler_output[0])
     return rows
+
+
+def test_weights_are_asked_for_before_they_are_read(tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(vision_model_module, "read_ahead", lambda all_: asked.extend(one.data_ptr() for one in all_))
+
+    def fingerprint(folder: ModelFolder, model: torch.nn.Module, *arguments: Any) -> Any:
+        assert asked == [parameter.data_ptr() for parameter in model.parameters()]
+        return vision_fingerprint(folder, model, *arguments)
+
+    monkeypatch.setattr(vision_model_module, "vision_fingerprint", fingerprint)
+    load(tiny_folder("llava_clip"))
+    assert asked
 
 
 @pytest.mark.parametrize("name", FAMILIES)

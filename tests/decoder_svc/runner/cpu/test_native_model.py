@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ def test_a_model_like_llama_gets_a_stack_and_others_our_linear_layers(name: str,
         assert not any(type(module) is torch.nn.Linear for module in found.modules())
     assert isinstance(runner.model.lm_head, NativeLinear)
     assert runner.is_batch_invariant == (name in HAVE_STACKS)
+
+
+def test_weights_are_asked_for_before_they_are_read(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[int] = set()
+    read: set[int] = set()
+    check = native_model._checked_stack
+
+    def checked(text_model: torch.nn.Module, *arguments: Any) -> Any:
+        read.update(parameter.data_ptr() for parameter in text_model.parameters())
+        assert read <= asked
+        return check(text_model, *arguments)
+
+    monkeypatch.setattr(cpu_runner, "read_ahead", lambda all_: asked.update(one.data_ptr() for one in all_))
+    monkeypatch.setattr(native_model, "_checked_stack", checked)
+    load(folder, torch.float32)
+    assert len(read) > 10
 
 
 # With a stack, with our linear layers, and with experts.

@@ -7,12 +7,9 @@ import mmap
 import os
 import pathlib
 import time
-from collections.abc import Callable
 
-import pytest
 import torch
 
-from lookonce.model import half_model
 from lookonce.model.kernels.read_ahead import read_ahead
 
 _NUM_BYTES = 24 << 20
@@ -45,16 +42,3 @@ def test_tensors_in_memory_keep_their_values() -> None:
     tensors = [torch.arange(100_000), torch.empty(0), torch.arange(10)[3:5]]
     read_ahead(tensors)
     assert [tensor.sum().item() for tensor in tensors] == [4_999_950_000, 0, 7]
-
-
-def test_each_half_asks_for_all_of_its_own_weights(
-    family_folder: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(half_model, "read_ahead", lambda tensors: asked.extend(tensor.data_ptr() for tensor in tensors))
-    folder = family_folder("llava_clip")
-    half = half_model.load_vision_half(folder, None)
-    assert asked == [parameter.data_ptr() for parameter in half.parameters()]
-    asked.clear()
-    half = half_model.load_text_half(folder, None, "sdpa")
-    assert asked == [parameter.data_ptr() for parameter in half.parameters()]
