@@ -31,6 +31,8 @@ from lookonce.model.kernels.quantized_weight import (
 
 SOURCES = pathlib.Path(__file__).with_name("native")
 PANEL_OUTPUTS = 32
+# The kernel has no memory for the sums of smaller groups.
+_LEAST_GROUP_INPUTS = 16
 
 
 class Linear(ctypes.Structure):
@@ -102,7 +104,10 @@ def packable(linear: torch.nn.Linear | QuantizedLinear) -> bool:
 
 
 def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
-    """Copies a weight `[outputs, inputs]` into the kernel's layout."""
+    """Copies a weight `[outputs, inputs]` into the kernel's layout.
+
+    Raises ValueError for codes in several groups of fewer than 16 inputs, for which the kernel has no memory.
+    """
     num_outputs, num_inputs = weight.shape
     missing = -num_outputs % PANEL_OUTPUTS
     rounded_up = padded(weight, missing)
@@ -118,6 +123,8 @@ def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
 
 
 def _packed_codes(weight: QuantizedWeight) -> _Codes:
+    if weight.group_inputs < min(_LEAST_GROUP_INPUTS, weight.shape[1]):
+        raise ValueError(f"groups have {weight.group_inputs} inputs; the kernel needs {_LEAST_GROUP_INPUTS}")
     per_word = 4 // weight.dtype.itemsize
     # [panels, inputs in words, 32 outputs × inputs of a word]
     codes = weight.codes.unflatten(1, (-1, per_word)).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).flatten(2)

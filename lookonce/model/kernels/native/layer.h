@@ -21,7 +21,7 @@ struct Linear {
   // [panels, groups, 32]. A weight is its code · scale + offset; offsets of kFloat8 are 0.
   const float* scales;
   const float* offsets;
-  int64_t group_inputs;  // Inputs that share a scale; even.
+  int64_t group_inputs;  // Inputs that share a scale; even, and 16 at least if there are several groups.
   CodeForm code_form;
 };
 

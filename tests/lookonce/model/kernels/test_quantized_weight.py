@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.model.kernels.linear_layers import replace_linears
+from lookonce.model.kernels.native_level import processor_levels
 from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packed
 from lookonce.model.kernels.quantized_weight import (
     GROUP_INPUTS,
@@ -193,3 +194,28 @@ def test_four_bits_take_an_eighth_of_float32() -> None:
     weight = random_weight(64, 1024)
     whole, small = packed(weight), packed(quantized(weight, 4))
     assert small.nbytes == whole.nbytes // 8 + 2 * 64 * 8 * 4
+
+
+@pytest.mark.parametrize("num_inputs", [16, 302])
+def test_several_groups_of_few_inputs_are_refused(num_inputs: int) -> None:
+    with pytest.raises(ValueError, match="groups have 14 inputs; the kernel needs 16"):
+        packed(any_codes(32, num_inputs, CodeForm.INT8, 14, torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", [CodeForm.INT4, CodeForm.INT8])
+@pytest.mark.parametrize("num_inputs", [14, 302, 576])
+def test_integers_have_the_same_bits_with_all_vectors_and_tiles_of_the_processor(
+    form: CodeForm, num_inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = [level.name for level in processor_levels() if level.name.startswith(("avx512", "amx"))]
+    if len(levels) < 2:
+        pytest.skip("this processor has one kind of wide vectors at most")
+    rows = torch.randn(67, num_inputs, generator=torch.Generator().manual_seed(2)).bfloat16()
+    rows[5] *= 1e30
+    found = []
+    for level in levels:
+        monkeypatch.setenv("LOOKONCE_NATIVE_LEVEL", level)
+        layer = NativeLinear(packed(any_codes(96, num_inputs, form, 32, torch.bfloat16)), num_threads=2)
+        found.append(layer(rows))
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
