@@ -12,12 +12,13 @@ import torch
 from benchmarks.gpu_peers import seconds_of
 from benchmarks.gpu_steps import Run, StepDriver, largest_difference
 from decoder_svc.prompt.family import load_family
-from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
+from decoder_svc.runner.attention import AttentionBackend, SdpaBackend
 from decoder_svc.runner.attention_trial import CODE, AttentionTrial
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampling.device_penalties import IN_PROMPT, penalised_logits
 from lookonce.model.model_folder import ModelFolder

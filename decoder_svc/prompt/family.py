@@ -54,11 +54,13 @@ class DecoderFamily:
         # The placeholder of one video in a rendered prompt; None: videos are refused.
         self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
         self.num_position_axes = data.axes.num_axes
-        self.mask = data.mask
+        self.mask = model.mask
         # Extra feature levels per row.
         self.num_levels = model.num_levels
         # Tokens that the language model sends to the experts of images.
         self.image_expert_ids = data.image_expert_ids(model.source.config)
+        # Tokens that count as padding where layers look tokens up by themselves; None: layers see hidden states alone.
+        self.padded_input_ids = data.padded_input_ids(model.source.config)
         self.finish_text = data.finish_text
         # Text between an image and what follows, and its tokens in a prompt of token ids.
         self.closing = data.closing

@@ -17,67 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 PAGED_ATTENTION = "lookonce_paged"
-# Bytes of the scale of a rounded key or value.
-SCALE_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheSpec:
-    """Shape of a model's KV cache."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    block_size: int
-    # Layers of the sliding group; empty when all layers are in the full group.
-    sliding_layers: frozenset[int] = frozenset()
-    # Tokens that a sliding layer sees, the token itself included; None without a sliding group.
-    window: int | None = None
-    # Slots that one block takes in a pool; None: one per token.
-    block_slots: int | None = None
-    # Layers without keys and values (runner/recurrent).
-    recurrent_layers: frozenset[int] = frozenset()
-    # Keys and values are codes of 8 bits, with a float32 scale for each head and token.
-    is_rounded: bool = False
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in all layers of the full group, keys and values."""
-        num_full_layers = self.num_layers - len(self.sliding_layers) - len(self.recurrent_layers)
-        return num_full_layers * self._layer_block_bytes
-
-    @property
-    def sliding_block_bytes(self) -> int:
-        """Bytes of one block in all layers of the sliding group, keys and values."""
-        return len(self.sliding_layers) * self._layer_block_bytes
-
-    def num_pool_blocks(self, layer: int, num_blocks: int, num_sliding_blocks: int) -> int:
-        """Returns the number of blocks in a layer's pool, given those of both groups."""
-        if layer in self.recurrent_layers:
-            return 0
-        return num_sliding_blocks if layer in self.sliding_layers else num_blocks
-
-    @property
-    def _layer_block_bytes(self) -> int:
-        head_bytes = self.head_dim + SCALE_BYTES if self.is_rounded else self.head_dim * int(self.dtype.itemsize)
-        return 2 * (self.block_slots or self.block_size) * self.num_kv_heads * head_bytes
-
-
-def layers_with_window(text: Any) -> frozenset[int]:
-    """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
-
-    The set is empty when all layers have a window or none has: then all are in the full group, which keeps every token
-    and applies the window as a mask.
-    """
-    types = getattr(text, "layer_types", None) or []
-    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
-    return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +69,8 @@ class LayerOptions:
     window: int | None = None
     # Bound of the scores: softcap · tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2). None: no bound.
     softcap: float | None = None
+    # Whether tokens see no later ones in this layer, even inside a mutual span.
+    is_causal: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -158,8 +105,9 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Writes `key` and `value` `[num_tokens, kv_heads, head_dim]` to their slots, then attends.
 
-        `query` and the result are `[num_tokens, heads, head_dim]`. A token sees itself, the tokens before it (only the
-        last ones if the layer has a window), and every token of a mutual span that it is in.
+        A layer that reads the keys and values of another one writes nothing: the other has written them. `query` and
+        the result are `[num_tokens, heads, head_dim]`. A token sees itself, the tokens before it (only the last ones if
+        the layer has a window), and every token of a mutual span that it is in, unless the layer is causal.
         """
         ...  # fmt: skip
 
@@ -175,6 +123,8 @@ class SdpaBackend:
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._sliding_layers: frozenset[int] = frozenset()
         self._window: int | None = None
+        # Layers without keys and values of their own.
+        self._reading_layers: frozenset[int] = frozenset()
 
     def block_slots(self, block_size: int) -> int:
         """Returns `block_size`: each token takes one slot."""
@@ -185,12 +135,13 @@ class SdpaBackend:
     ) -> list[tuple[Tensor, Tensor]]:
         """Makes pools `[blocks, block_size, kv_heads, head_dim]`."""
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
+        self._reading_layers = frozenset(spec.key_sources)
 
         def pool(layer: int) -> Tensor:
-            blocks = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks)
-            return self._pool_zeros((blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+            blocks, heads = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks), spec.heads(layer)
+            return self._pool_zeros((blocks, spec.block_size, heads.num_kv_heads, heads.head_dim), spec.dtype, device)
 
-        self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
+        self._pools = spec.make_pools(pool)
         return self._pools
 
     def _pool_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -203,8 +154,9 @@ class SdpaBackend:
         """Implements AttentionBackend.forward: writes to the pools, then calls `attend`."""
         key_pool, value_pool = self._pools[layer]
         group = self._group(layer, metadata, options)
-        key_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, key)
-        value_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, value)
+        if layer not in self._reading_layers:
+            key_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, key)
+            value_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, value)
         return self.attend(layer, query, group, metadata, options)
 
     def attend(
@@ -235,7 +187,7 @@ class SdpaBackend:
             num_keys = metadata.kv_lens[index] - group.first_keys[index]
             keys = key_pool[blocks].flatten(0, 1)[:num_keys]
             values = value_pool[blocks].flatten(0, 1)[:num_keys]
-            mask = _visible_keys(group.first_keys[index], options.window, metadata, index, query.device)
+            mask = _visible_keys(group.first_keys[index], options, metadata, index, query.device)
             output[start:stop] = _attend(query[start:stop], keys, values, mask, options)
 
     def _group(self, layer: int, metadata: AttentionMetadata, options: LayerOptions) -> BlockMetadata:
@@ -283,13 +235,14 @@ def _attend_softcapped(
 
 
 def _visible_keys(
-    first_key: int, window: int | None, metadata: AttentionMetadata, index: int, device: torch.device
+    first_key: int, options: LayerOptions, metadata: AttentionMetadata, index: int, device: torch.device
 ) -> Tensor | None:
     """Returns a mask `[query_len, num_keys]` for sequence `index`, true where a new token sees a key.
 
     Keys start at token `first_key`. None means that the causal mask is enough.
     """
-    spans, query_len = metadata.mutual_spans[index], metadata.query_lens[index]
+    window, query_len = options.window, metadata.query_lens[index]
+    spans = () if options.is_causal else metadata.mutual_spans[index]
     num_keys = metadata.kv_lens[index] - first_key
     has_window = window is not None and window < num_keys
     if not spans and not has_window and query_len in (1, num_keys):
@@ -345,13 +298,15 @@ def _paged_attention(
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not served")
     backend, metadata = current_step()
+    # Gemma 4: the rows of an image see each other in layers with a window alone.
+    is_causal = sliding_window is None and getattr(module.config, "use_bidirectional_attention", None) == "vision"
     output = backend.forward(
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         metadata,
-        LayerOptions(scaling, sliding_window, softcap),
+        LayerOptions(scaling, sliding_window, softcap, is_causal),
     )
     return output[None], None
 

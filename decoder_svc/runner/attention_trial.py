@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import AttentionBackend, LayerOptions
 from decoder_svc.runner.input_batch import InputBatch
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.step_metadata import step_metadata
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams

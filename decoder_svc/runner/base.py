@@ -22,19 +22,14 @@ from torch import Tensor
 from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.adapters.adapter_table import AdapterTable
-from decoder_svc.runner.attention import (
-    AttentionBackend,
-    KVCacheSpec,
-    forward_context,
-    layers_with_window,
-    register_paged_attention,
-)
+from decoder_svc.runner.attention import AttentionBackend, forward_context, register_paged_attention
 from decoder_svc.runner.graphs.chunk_table import ChunkShape
 from decoder_svc.runner.graphs.decode_table import Decoded, Record, StepShape
 from decoder_svc.runner.graphs.inputs import PoolShape
 from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layers_with_window
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
@@ -55,6 +50,7 @@ from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import text_child
+from lookonce.model.text_support import HeadShape, head_shape, key_sources
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -108,7 +104,7 @@ class ModelRunnerBase(ABC):
         # None: the model has no recurrent layers.
         self.recurrent = self._install_recurrent_layers()
         self._load_adapters()
-        experts = family.image_expert_ids
+        experts, padded = family.image_expert_ids, family.padded_input_ids
         self.language = LanguagePass(
             self.model,
             self.backend,
@@ -116,6 +112,7 @@ class ModelRunnerBase(ABC):
             family.level_arguments,
             self._calc_mrope_positions,
             torch.tensor(experts, device=self.device) if experts else None,
+            None if padded is None else torch.tensor(padded, device=self.device),
         )
         self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.
@@ -203,25 +200,30 @@ class ModelRunnerBase(ABC):
         return self.model
 
     @property
-    def head_dim(self) -> int:
-        """Number of elements in one attention head."""
+    def head_shapes(self) -> list[HeadShape]:
+        """The shapes of keys and values that layers of the whole model have, the largest heads last."""
         text = self.model.config.get_text_config()
-        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        shapes = {head_shape(text, layer) for layer in range(text.num_hidden_layers)}
+        return sorted(shapes, key=lambda shape: shape.head_dim)
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
         """Returns the shape of the KV cache that this model needs."""
         text = self.model.config.get_text_config()
         sliding_layers = layers_with_window(text)
+        full = next(layer for layer in range(text.num_hidden_layers) if layer not in sliding_layers)
+        heads = head_shape(text, full)
         return KVCacheSpec(
             num_layers=text.num_hidden_layers,
-            num_kv_heads=self.num_kv_heads or text.num_key_value_heads,
-            head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads or heads.num_kv_heads,
+            head_dim=heads.head_dim,
             dtype=self.model.dtype,
             block_size=self.config.block_size,
             sliding_layers=sliding_layers,
             window=text.sliding_window if sliding_layers else None,
             block_slots=self.backend.block_slots(self.config.block_size),
             recurrent_layers=recurrent_layers(text),
+            sliding_heads=head_shape(text, min(sliding_layers)) if getattr(text, "is_heterogeneous", False) else None,
+            key_sources=key_sources(text),
             is_rounded=self.config.rounds_kv_cache,
         )
 

@@ -49,6 +49,8 @@ class LanguagePass:
     model_positions: Callable[[Tensor], Tensor]
     # Ids of tokens that the model sends to the experts of images; None for a model without such experts.
     image_expert_ids: Tensor | None = None
+    # Ids of tokens that count as padding where layers look tokens up by themselves; None: layers see hidden states.
+    padded_input_ids: Tensor | None = None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
@@ -72,9 +74,13 @@ class LanguagePass:
     ) -> Tensor:
         """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`.
 
-        A model with experts of images needs `token_ids`.
+        A model with experts of images, or with per-layer inputs, needs `token_ids`.
         """
         arguments = self._arguments(embeddings, positions)
+        if self.padded_input_ids is not None:
+            assert token_ids is not None, "per-layer inputs are looked up by token"
+            hidden = self._with_layer_inputs(arguments, token_ids, self.padded_input_ids)
+            return self.logits_of(hidden if sampled is None else hidden[sampled])
         if token_ids is not None and self.image_expert_ids is not None:
             arguments["moe_mm_token_type_ids"] = torch.isin(token_ids, self.image_expert_ids)[None]
         if sampled is not None and not _can_select(type(self.model).forward):
@@ -83,6 +89,16 @@ class LanguagePass:
         # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
         logits: Tensor = self.model(**arguments, **kept).logits[0]
         return logits
+
+    def _with_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor, padded: Tensor) -> Tensor:
+        """Returns the last hidden states `[num_tokens, hidden_size]` of a model whose layers take inputs by token."""
+        text_model = getattr(self.model.model, text_child(self.model))
+        if text_model.hidden_size_per_layer_input:
+            pad = text_model.config.pad_token_id
+            known = token_ids.masked_fill(torch.isin(token_ids, padded), pad)
+            arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(known[None])
+        hidden: Tensor = text_model(**arguments).last_hidden_state[0]
+        return hidden
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Returns the logits of last hidden states `[num_rows, hidden_size]`, as `logits` computes them."""
@@ -120,7 +136,7 @@ class LanguagePass:
         for change in inputs.changes:
             change.apply()
         with forward_context(self.backend, recorded_metadata(inputs.step)):
-            return self.logits(self.look_up(inputs.token_ids), inputs.positions, None)
+            return self.logits(self.look_up(inputs.token_ids), inputs.positions, None, inputs.token_ids)
 
     def compute_chunks(self, inputs: ChunkInputs) -> Tensor:
         """Computes any division of tokens among requests. This pass is recorded as a graph."""

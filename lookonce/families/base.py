@@ -202,6 +202,14 @@ def _no_ids(_config: Any) -> tuple[int, ...]:
     return ()
 
 
+def _no_padded_ids(_config: Any) -> None:
+    return None
+
+
+def _never(_config: Any) -> bool:
+    return False
+
+
 def _no_refusal(_source: FamilySource) -> None:
     return None
 
@@ -222,6 +230,8 @@ class Family:
     # Text of one image's placeholder in a rendered prompt; None: the token that takes the rows.
     placeholder: Callable[[FamilySource], str | None] = _no_placeholder
     mask: Mask = Mask.CAUSAL
+    # Whether a folder's language model is causal although the family has another mask.
+    is_causal: Callable[[Any], bool] = _never
     axes: PositionAxes = PositionAxes.SEQUENCE
     first_position: int = 0
     # Maps the configuration to the number of feature levels that accompany each row (deepstack).
@@ -252,6 +262,9 @@ class Family:
     # Maps the configuration to the ids of tokens that the language model sends to experts of images; empty if it has
     # none.
     image_expert_ids: Callable[[Any], tuple[int, ...]] = _no_ids
+    # Maps the configuration to the ids of tokens that count as padding where layers look tokens up by themselves; None:
+    # layers see hidden states alone.
+    padded_input_ids: Callable[[Any], tuple[int, ...] | None] = _no_padded_ids
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
     # Maps the text behind an image to the text that the processor inserts between them; None: another image follows.

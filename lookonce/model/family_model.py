@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
-from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing, Mask
 from lookonce.families.registry import FAMILIES
 from lookonce.families.video import VideoModel
 from lookonce.model.model_folder import ModelFolder, read_json_object
@@ -49,7 +49,7 @@ class FamilyModel:
             video=_video_settings(folder),
         )
         try:
-            refusal = text_refusal(source.config, data.mask) or data.refusal(source)
+            refusal = text_refusal(source.config, _mask_of(data, source.config)) or data.refusal(source)
             sizing = None if refusal else data.sizing(source)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelFolderError(
@@ -58,6 +58,11 @@ class FamilyModel:
         if sizing is None:
             raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
         return cls(data, source, sizing, *_video(source, data))
+
+    @property
+    def mask(self) -> Mask:
+        """The attention mask among the tokens of a prompt."""
+        return _mask_of(self.data, self.source.config)
 
     @property
     def num_levels(self) -> int:
@@ -134,6 +139,11 @@ class FamilyModel:
                 f"must be multiples of {self.video.settings.factor} with at most {self.video.most_rows} rows, "
                 f"not {width} × {height}",
             )
+
+
+def _mask_of(data: Family, config: Any) -> Mask:
+    """Returns the mask of a folder of this family."""
+    return Mask.CAUSAL if data.is_causal(config) else data.mask
 
 
 def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:

@@ -31,7 +31,7 @@ from lookonce.model.safetensors_header import read_header
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 # Encoders of inputs that are not served.
-_UNSERVED_CHILDREN = ("audio_tower",)
+_UNSERVED_CHILDREN = ("audio_tower", "embed_audio")
 # Scales of keys and values, which stay in the model's type.
 _CACHE_SCALES = r"\.[kv]_scale$"
 

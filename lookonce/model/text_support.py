@@ -2,12 +2,14 @@
 
 The decoder flattens many requests into one row and replaces attention. A layer that keeps an unknown kind of state, or
 whose results depend on the rest of the batch, would give other tokens than `generate`. A model with such a layer is
-refused. Known kinds are keys and values, and the state of a gated delta net (docs/adr/0041).
+refused. Known kinds are keys and values, and the state of a gated delta net (docs/adr/0041). `head_shape` and
+`key_sources` describe the keys and values of each layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lookonce.families.base import Mask
@@ -28,6 +30,9 @@ SINK_MODEL_TYPES = frozenset({
 _FIXED_ALPHA_MODEL_TYPES = frozenset({"hunyuan_vl_text"})
 _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
+# Text models whose layers may have two shapes of heads, share keys and values, and take per-layer inputs.
+_SHARING_MODEL_TYPES = frozenset({"gemma4_text"})
+_SHARING_FIELDS = frozenset({"hidden_size_per_layer_input", "num_kv_shared_layers"})
 # Configuration fields of features that the decoder does not support, with their description.
 _UNSERVED_FIELDS = {
     "cross_attention_layers": "layers that attend to the image apart from the text (cross-attention)",
@@ -38,6 +43,34 @@ _UNSERVED_FIELDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The keys, and the values, of one token in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+def head_shape(text: Any, layer: int) -> HeadShape:
+    """Returns the shape of a layer's keys and values, from a text configuration of transformers."""
+    own = text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return HeadShape(int(own.num_key_value_heads), int(head_dim))
+
+
+def key_sources(text: Any) -> dict[int, int]:
+    """Returns the layers without keys and values of their own, each with the earlier layer whose it reads.
+
+    Such a layer reads those of the last layer of its type that has its own (Gemma 3n and 4).
+    """
+    num_shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    if not num_shared:
+        return {}
+    first = text.num_hidden_layers - num_shared
+    last_of_type = {kind: layer for layer, kind in enumerate(text.layer_types[:first])}
+    return {layer: last_of_type[text.layer_types[layer]] for layer in range(first, text.num_hidden_layers)}
+
+
 def text_refusal(config: Any, mask: Mask) -> str | None:
     """Returns why a folder's text model cannot be served exactly and what to do, or None if it can.
 
@@ -45,7 +78,9 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
     configuration has no text model.
     """
     text = config.get_text_config()
-    if mask is not Mask.PROMPT and getattr(text, "use_bidirectional_attention", False):
+    sight = getattr(text, "use_bidirectional_attention", False)
+    # "vision": within images alone, in layers with a window.
+    if sight and mask is not Mask.PROMPT and not (mask is Mask.IMAGE and sight == "vision"):
         return (
             f"the text model ({text.model_type}) lets tokens see later tokens (bidirectional attention), "
             f"which is not served; {_ADVICE}"
@@ -63,15 +98,20 @@ def _composition(config: Any, text: Any) -> str | None:
             return f"an encoder and a decoder ({part.model_type}: is_encoder_decoder), which is not served; {_ADVICE}"
     if text.model_type in SINK_MODEL_TYPES:
         return f"attention sinks, which are not served; {_ADVICE}"
-    if getattr(text, "is_heterogeneous", False):
+    if not getattr(text, "is_heterogeneous", False):
+        return None
+    if text.model_type not in _SHARING_MODEL_TYPES:
         return f"layers of different shapes, but all layers share one KV cache shape; {_ADVICE}"
+    shapes = {(kind, head_shape(text, layer)) for layer, kind in enumerate(text.layer_types)}
+    if len(shapes) > len(set(text.layer_types)):
+        return f"layers of one type with different numbers or sizes of heads, which are not served; {_ADVICE}"
     return None
 
 
 def _unserved_field(_config: Any, text: Any) -> str | None:
     for name, meaning in _UNSERVED_FIELDS.items():
         value = getattr(text, name, None)
-        if value:
+        if value and not (name in _SHARING_FIELDS and text.model_type in _SHARING_MODEL_TYPES):
             return f"{meaning}, which are not served ({name} is {value!r}); {_ADVICE}"
     return None
 
@@ -115,8 +155,9 @@ def _rope_types(parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _heads(_config: Any, text: Any) -> str | None:
+    own = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
     for name in _HEAD_FIELDS:
-        value = getattr(text, name, None)
+        value = getattr(own, name, None)
         if value is None:
             return (
                 f"no {name} in its configuration, which sizes the KV cache, so text models of type "

@@ -8,23 +8,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import (
-    SCALE_BYTES,
-    AttentionBackend,
-    AttentionMetadata,
-    KVCacheSpec,
-    LayerOptions,
-    SdpaBackend,
-)
+from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, LayerOptions, SdpaBackend
 from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.cpu.pool_memory import pool_zeros
+from decoder_svc.runner.kv_cache_spec import SCALE_BYTES, KVCacheSpec
 from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
 from lookonce.model.kernels.kernel_trial import Candidate, choose_kernel
 from lookonce.model.kernels.native_compiler import NativeLibraryError
@@ -40,9 +34,12 @@ _LANES = 16
 _MAX_HEAD_DIM = 512
 
 
-def cpu_attention(dtype: torch.dtype, head_dim: int, block_size: int, num_threads: int) -> AttentionBackend:
-    """Returns the fastest backend that this machine offers for such a model."""
-    reason = unsupported_reason(dtype, head_dim, block_size)
+def cpu_attention(
+    dtype: torch.dtype, head_dims: Collection[int], block_size: int, num_threads: int
+) -> AttentionBackend:
+    """Returns the fastest backend that this machine offers for a model with heads of these sizes."""
+    reasons = (unsupported_reason(dtype, head_dim, block_size) for head_dim in head_dims)
+    reason = next(filter(None, reasons), None)
     if reason is None:
         try:
             backend = NativeBackend(load_library(SOURCES), num_threads)
@@ -105,7 +102,10 @@ class NativeBackend:
         self._sliding_layers: frozenset[int] = frozenset()
         self._window: int | None = None
         self._sizes = PoolSizes(1, 0, 0)
-        self._heads = Heads()
+        # Per layer; those of a group are the same.
+        self._heads: list[Heads] = []
+        # Layers without keys and values of their own.
+        self._reading_layers: frozenset[int] = frozenset()
         self._step: NativeStep | None = None
 
     def block_slots(self, block_size: int) -> int:
@@ -120,23 +120,29 @@ class NativeBackend:
         Rounded pools are int8, with four more bytes per slot for its scale.
         """
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
+        self._reading_layers = frozenset(spec.key_sources)
         self._sizes = PoolSizes(spec.block_size, num_blocks, num_sliding_blocks)
         slots = self.block_slots(spec.block_size)
-        self._heads = Heads(
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=spec.block_size,
-            block_slots=slots,
-            is_rounded=spec.is_rounded,
-        )
-        dtype, slot_size = (torch.int8, spec.head_dim + SCALE_BYTES) if spec.is_rounded else (spec.dtype, spec.head_dim)
+
+        def heads(layer: int) -> Heads:
+            shape = spec.heads(layer)
+            return Heads(
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                block_size=spec.block_size,
+                block_slots=slots,
+                is_rounded=spec.is_rounded,
+            )
 
         def pool(layer: int) -> Tensor:
-            blocks = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks)
-            return pool_zeros((blocks, spec.num_kv_heads, slots, slot_size), dtype)
+            blocks, shape = spec.num_pool_blocks(layer, num_blocks, num_sliding_blocks), spec.heads(layer)
+            slot_size = shape.head_dim + SCALE_BYTES if spec.is_rounded else shape.head_dim
+            dtype = torch.int8 if spec.is_rounded else spec.dtype
+            return pool_zeros((blocks, shape.num_kv_heads, slots, slot_size), dtype)
 
+        self._heads = [heads(layer) for layer in range(spec.num_layers)]
         self._tensors = []
-        self._tensors = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
+        self._tensors = spec.make_pools(pool)
         self.pools = [Pools(keys.data_ptr(), values.data_ptr()) for keys, values in self._tensors]
         self._step = None
         return self._tensors
@@ -146,14 +152,15 @@ class NativeBackend:
     ) -> Tensor:
         """Implements AttentionBackend.forward with one call of the kernel."""
         output = torch.empty(query.shape, dtype=query.dtype)
-        tensors = (query.contiguous(), key.contiguous(), value.contiguous(), output)
+        written = () if layer in self._reading_layers else (key.contiguous(), value.contiguous())
+        tensors = (query.contiguous(), *(written or (None, None)), output)
         function = self.library.function(f"lookonce_attend_{DTYPE_NAMES[query.dtype]}")
         function(
             ctypes.byref(self.step(metadata).struct),
-            ctypes.byref(self.heads(query.shape[1])),
+            ctypes.byref(self.heads(layer, query.shape[1])),
             ctypes.byref(self.pools[layer]),
             ctypes.byref(self.options(layer, options)),
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
+            *(None if tensor is None else ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
         )
         return output
 
@@ -163,13 +170,16 @@ class NativeBackend:
             self._step = native_step(metadata, self._sizes, self.num_threads)
         return self._step
 
-    def heads(self, num_heads: int) -> Heads:
-        """Returns the shapes of the pools with this number of query heads."""
-        self._heads.num_heads = num_heads
-        return self._heads
+    def heads(self, layer: int, num_heads: int) -> Heads:
+        """Returns the shape of a layer's pools with this number of query heads."""
+        heads = self._heads[layer]
+        heads.num_heads = num_heads
+        return heads
 
     def options(self, layer: int, options: LayerOptions) -> Options:
         """Returns the layer's options, with the group of its blocks."""
         is_sliding = layer in self._sliding_layers
         assert not is_sliding or options.window == self._window, "the layer's window differs from the sliding group's"
-        return Options(int(is_sliding), options.window or 0, options.scale, options.softcap or 0.0)
+        return Options(
+            int(is_sliding), options.window or 0, options.scale, options.softcap or 0.0, int(options.is_causal)
+        )

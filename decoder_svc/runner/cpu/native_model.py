@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from decoder_svc.runner.adapters.adapter_table import AdapterTable
-from decoder_svc.runner.attention import KVCacheSpec
 from decoder_svc.runner.cpu.attention import NativeBackend
 from decoder_svc.runner.cpu.native_experts import replace_experts
 from decoder_svc.runner.cpu.native_stack import NativeStack, unstackable_reason
@@ -21,6 +20,7 @@ from decoder_svc.runner.cpu.stack_check import (
     recorded_options,
     relative_difference,
 )
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.linear_layers import replace_linears

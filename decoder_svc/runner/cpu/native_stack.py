@@ -206,7 +206,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         for index, (struct, options) in enumerate(zip(self._structs, self._options, strict=True)):
             struct.pools = self._backend.pools[index]
             struct.options = self._backend.options(index, options)
-        self._stack.heads = self._backend.heads(self._num_heads)
+        self._stack.heads = self._backend.heads(0, self._num_heads)
         self._pools = self._backend.pools
 
 

@@ -40,7 +40,7 @@ class Step(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Attention shapes that all layers share."""
+    """Attention shapes of the layers of a group."""
 
     _fields_ = (
         ("num_heads", _INTEGER),
@@ -61,7 +61,13 @@ class Pools(ctypes.Structure):
 class Options(ctypes.Structure):
     """Parameters of one layer's attention; LayerOptions in C++."""
 
-    _fields_ = (("group", _INTEGER), ("window", _INTEGER), ("scale", _FLOAT), ("softcap", _FLOAT))
+    _fields_ = (
+        ("group", _INTEGER),
+        ("window", _INTEGER),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("is_causal", _INTEGER),
+    )
 
 
 class StackLayer(ctypes.Structure):

@@ -16,11 +16,11 @@ from decoder_svc.runner.attention import (
     AttentionBackend,
     AttentionMetadata,
     BlockMetadata,
-    KVCacheSpec,
     LayerOptions,
     SdpaBackend,
     forward_context,
 )
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 
 _NUM_TOKENS = 21
 # Tokens of the first step; the others follow in steps of one token.

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
+from decoder_svc.runner.attention import AttentionBackend, SdpaBackend
 from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.cuda import flash_attention
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 
 logger = logging.getLogger(__name__)
 

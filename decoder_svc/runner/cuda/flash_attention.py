@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 # "Paged KV cache block size must be divisible by 256" (flash-attn 2.8).
@@ -61,7 +62,7 @@ class FlashBackend(PagedBackend):
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """Implements PagedBackend.attend_paged with the package's functions."""
-        if step.mutual is not None:
+        if step.mutual is not None and not options.is_causal:
             assert self._fallback is not None, "a step with mutual spans needs a fallback backend"
             return self._fallback.attend_paged(layer, query, group, step, options)
         keys, values = self._pools[layer]

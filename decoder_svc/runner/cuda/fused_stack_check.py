@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import AttentionMetadata, KVCacheSpec, LayerOptions, forward_context
+from decoder_svc.runner.attention import AttentionMetadata, LayerOptions, forward_context
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.input_batch import InputBatch
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.step_metadata import step_metadata
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams

@@ -41,7 +41,8 @@ class PagedBackend(SdpaBackend):
         step = metadata.paged
         assert step is not None, "the metadata was built without `paged`, which this backend reads"
         group = self.blocks_of(layer, step, options)
-        self._write(layer, key, value, group.slot_mapping)
+        if layer not in self._reading_layers:
+            self._write(layer, key, value, group.slot_mapping)
         return self.attend_paged(layer, query, group, step, options)
 
     def _write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -51,6 +52,7 @@ class PagedBackend(SdpaBackend):
     def share_pools(self, other: PagedBackend) -> None:
         """Uses the pools of another backend, to attend over keys and values that it writes."""
         self._pools, self._sliding_layers, self._window = other._pools, other._sliding_layers, other._window
+        self._reading_layers = other._reading_layers
 
     @abstractmethod
     def attend_paged(

@@ -66,11 +66,11 @@ class GPUModelRunner(ModelRunnerBase):
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         self.adapters = self._adapter_table()
         self.model.to(self.device)
-        text = self.model.config.get_text_config()
+        largest = self.head_shapes[-1]
         needs = AttentionNeeds(
-            num_heads=text.num_attention_heads,
-            num_kv_heads=text.num_key_value_heads,
-            head_dim=self.head_dim,
+            num_heads=self.model.config.get_text_config().num_attention_heads,
+            num_kv_heads=largest.num_kv_heads,
+            head_dim=largest.head_dim,
             dtype=self.model.dtype,
             block_size=self.config.block_size,
             has_mutual_spans=self.family.mask is not Mask.CAUSAL,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.kernel_steps import MAX_NARROW_TOKENS
 from decoder_svc.runner.cuda.paged_backend import LayerPools, PagedBackend
 from decoder_svc.runner.cuda.triton_rounding import write_rounded
@@ -38,6 +38,7 @@ from decoder_svc.runner.cuda.triton_splits import (
     split_grid,
     starts_of,
 )
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 # Smallest side of a matrix that the matrix units multiply.
@@ -297,10 +298,7 @@ class TritonBackend(PagedBackend):
             replace(spec, dtype=torch.int8) if spec.is_rounded else spec, num_blocks, num_sliding_blocks, device
         )
         if spec.is_rounded:
-            self._scales = [
-                (torch.zeros(keys.shape[:3], device=device), torch.zeros(keys.shape[:3], device=device))
-                for keys, _ in pools
-            ]
+            self._scales = spec.make_pools(lambda layer: torch.zeros(pools[layer][0].shape[:3], device=device))
         return pools
 
     def pools_of(self, layer: int) -> LayerPools:
@@ -352,7 +350,7 @@ class TritonBackend(PagedBackend):
             "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "PADDED_SEQUENCES": grid.padded_sequences,
             "HAS_WINDOW": options.window is not None,
         }  # fmt: skip
-        mutual = step.mutual
+        mutual = None if options.is_causal else step.mutual
         _attend[(grid.num_programs,)](
             query, *_read_in_pairs(pools), pools.key_scales, pools.value_scales, output, sums, stats,
             group.block_table, group.first_keys, step.query_starts, step.kv_lens,

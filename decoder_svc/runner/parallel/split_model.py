@@ -25,6 +25,7 @@ from decoder_svc.runner.parallel.split_layers import (
 from lookonce.errors import ConfigurationError
 from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.quantized_layers import has_quantized_layers
+from lookonce.model.text_support import key_sources
 
 # For models for which transformers has no plan. Their layers have the usual names, or the plan does not apply.
 _USUAL_PLAN = {
@@ -69,6 +70,8 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
 
     Raises ConfigurationError if the heads cannot be divided among so many ranks.
     """
+    if getattr(text, "is_heterogeneous", False) or key_sources(text):
+        raise _refusal("layers with different heads, or with keys and values of others, are not split yet")
     num_kv_heads = int(text.num_key_value_heads)
     if not any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in _plan(text).items()):
         # Products are gathered before attention.

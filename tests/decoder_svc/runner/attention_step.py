@@ -10,15 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoder_svc.runner.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    BlockMetadata,
-    KVCacheSpec,
-    LayerOptions,
-    SdpaBackend,
-)
+from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, BlockMetadata, LayerOptions, SdpaBackend
 from decoder_svc.runner.input_batch import BlockInputs, InputBatch
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import paged_step
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.request import RequestId

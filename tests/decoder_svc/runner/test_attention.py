@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions, SdpaBackend, _paged_attention, forward_context
+from decoder_svc.runner.attention import LayerOptions, SdpaBackend, _paged_attention, forward_context
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk, expected
 from tests.decoder_svc.runner.attention_step import (

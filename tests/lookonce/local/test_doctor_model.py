@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from decoder_svc.prompt.image_layout import layout_of
-from decoder_svc.runner.attention import KVCacheSpec
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.families.registry import FAMILIES

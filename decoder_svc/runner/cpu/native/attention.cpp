@@ -31,8 +31,10 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
 #pragma omp parallel num_threads(step.num_threads) if (plan.items.size() > static_cast<size_t>(heads.num_kv_heads))
   {
     Worker worker(phases);
-    write<Type>(worker, step, heads, pools, step.groups[options.group].slots, is_last.data(),
-                static_cast<const Element*>(keys), static_cast<const Element*>(values));
+    if (keys != nullptr) {
+      write<Type>(worker, step, heads, pools, step.groups[options.group].slots, is_last.data(),
+                  static_cast<const Element*>(keys), static_cast<const Element*>(values));
+    }
     attention.run(worker);
   }
 }
@@ -43,8 +45,8 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Writes `keys` and `values` [num_tokens, num_kv_heads, head_dim] to their slots, then attends. `queries` and `output`
-// are [num_tokens, num_heads, head_dim].
+// Writes `keys` and `values` [num_tokens, num_kv_heads, head_dim] to their slots, then attends. Both may be null: another
+// layer has written them. `queries` and `output` are [num_tokens, num_heads, head_dim].
 void lookonce_attend_float32(const lookonce::Step* step, const lookonce::Heads* heads, const lookonce::Pools* pools,
                              const lookonce::LayerOptions* options, const void* queries, const void* keys,
                              const void* values, void* output) {

@@ -58,23 +58,25 @@ inline Sight sight(const Step& step, const LayerOptions& options, int64_t sequen
   const int64_t position = step.num_keys[sequence] - (step.first_tokens[sequence + 1] - token);
   const int64_t behind_window = options.window > 0 ? std::max<int64_t>(0, position - options.window + 1) : 0;
   Sight seen{behind_window, position + 1};
-  if (step.span_starts != nullptr && step.span_starts[token] < step.span_stops[token]) {
+  const bool has_span = step.span_starts != nullptr && step.span_starts[token] < step.span_stops[token];
+  if (has_span && !options.is_causal) {
     seen.stop = std::max(seen.stop, step.span_stops[token]);
     if (step.is_mutual_beyond_window) seen.first = std::min(seen.first, step.span_starts[token]);
   }
   return seen;
 }
 
-// The division of a step's attention into items. Layers with the same group and window share a plan.
+// The division of a step's attention into items. Layers with the same group, window and sight share a plan.
 struct AttentionPlan {
   int64_t group;
   int64_t window;
+  int64_t is_causal;
   std::vector<AttentionItem> items;
   std::vector<AttentionSum> sums;
   int64_t num_partials = 0;
 
   AttentionPlan(const Step& step, const Heads& heads, const LayerOptions& options)
-      : group(options.group), window(options.window) {
+      : group(options.group), window(options.window), is_causal(options.is_causal) {
     const int64_t rows_per_token = heads.num_heads / heads.num_kv_heads;
     const int64_t tokens_each = std::max<int64_t>(1, kMaxRows / rows_per_token);
     // With fewer items, threads would wait for the longest sequence: divide its keys.
@@ -94,6 +96,10 @@ struct AttentionPlan {
         }
       }
     }
+  }
+
+  bool fits(const LayerOptions& options) const {
+    return group == options.group && window == options.window && is_causal == options.is_causal;
   }
 
  private:

@@ -151,14 +151,14 @@ class StackRun {
 
   const AttentionPlan& plan_of(const LayerOptions& options) {
     for (const AttentionPlan& plan : plans_) {
-      if (plan.group == options.group && plan.window == options.window) return plan;
+      if (plan.fits(options)) return plan;
     }
     return plans_.emplace_back(step_, stack_.heads, options);
   }
 
   const AttentionPlan& known_plan(const LayerOptions& options) const {
     size_t i = 0;
-    while (plans_[i].group != options.group || plans_[i].window != options.window) ++i;
+    while (!plans_[i].fits(options)) ++i;
     return plans_[i];
   }
 

@@ -35,7 +35,7 @@ inline std::vector<char> last_tokens(const Step& step) {
   return is_last;
 }
 
-// Attention shapes that all layers share.
+// Attention shapes of the layers of a group.
 struct Heads {
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -57,7 +57,8 @@ struct LayerOptions {
   int64_t group;   // Index into Step::groups.
   int64_t window;  // Number of keys that a token sees, itself included; 0: no window.
   float scale;
-  float softcap;  // 0: no soft cap.
+  float softcap;      // 0: no soft cap.
+  int64_t is_causal;  // Tokens see no later ones, even inside a mutual span.
 };
 
 }  // namespace lookonce

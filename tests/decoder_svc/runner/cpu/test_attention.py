@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, LayerOptions, SdpaBackend
 from decoder_svc.runner.cpu.attention import SOURCES, HostSdpaBackend, NativeBackend, cpu_attention
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.scheduling.prompt import Span
 from lookonce.model.kernels.native_library import library_of_level, load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
@@ -201,7 +202,7 @@ def test_slots_and_blocks_outside_of_the_pools_are_refused() -> None:
 
 
 def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64, block_size: int = 16) -> AttentionBackend:
-    return cpu_attention(dtype, head_dim, block_size, NUM_THREADS)
+    return cpu_attention(dtype, [head_dim], block_size, NUM_THREADS)
 
 
 def test_pools_are_mapped_memory_that_starts_on_a_page() -> None:

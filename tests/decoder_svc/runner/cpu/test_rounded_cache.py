@@ -11,8 +11,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cpu.attention import HostSdpaBackend
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from lookonce.errors import ConfigurationError
 from tests import tiny_models
 from tests.decoder_svc.runner.attention_reference import Chunk

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, LayerOptions, SdpaBackend, current_step
+from decoder_svc.runner.attention import AttentionBackend, LayerOptions, SdpaBackend, current_step
 from decoder_svc.runner.cpu.stack_check import (
     RecordingBackend,
     random_trial,
     recorded_options,
     relative_difference,
 )
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 
 HIDDEN_SIZE = 8
 OPTIONS = (LayerOptions(0.5), LayerOptions(0.25, 4, 3.0))

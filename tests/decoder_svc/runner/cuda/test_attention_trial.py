@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from decoder_svc.runner.attention import KVCacheSpec, SdpaBackend
+from decoder_svc.runner.attention import SdpaBackend
 from decoder_svc.runner.attention_trial import AttentionTrial
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 
 SPEC = KVCacheSpec(1, 2, 8, torch.float32, 4)

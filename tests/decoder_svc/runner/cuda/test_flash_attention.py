@@ -10,8 +10,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, FlashFunctions
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, NUM_LAYERS, Sizes, Step

@@ -11,7 +11,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from benchmarks import gpu_checks
-from decoder_svc.runner.attention import AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from decoder_svc.runner.attention import AttentionMetadata, LayerOptions, SdpaBackend
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, SOME, TritonBackend

@@ -1,0 +1,92 @@
+"""The shape of a model's KV cache: its layers, their groups, and the bytes of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lookonce.model.text_support import HeadShape
+
+# Bytes of the scale of a rounded key or value.
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """Shape of a model's KV cache."""
+
+    num_layers: int
+    # Heads of a layer in the full group.
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    # Layers of the sliding group; empty when all layers are in the full group.
+    sliding_layers: frozenset[int] = frozenset()
+    # Tokens that a sliding layer sees, the token itself included; None without a sliding group.
+    window: int | None = None
+    # Slots that one block takes in a pool; None: one per token.
+    block_slots: int | None = None
+    # Layers without keys and values (runner/recurrent).
+    recurrent_layers: frozenset[int] = frozenset()
+    # Heads of a layer in the sliding group; None: those of the full group.
+    sliding_heads: HeadShape | None = None
+    # Layers that read the keys and values of another layer in their group, and that layer.
+    key_sources: Mapping[int, int] = field(default_factory=dict)
+    # Keys and values are codes of 8 bits, with a float32 scale for each head and token.
+    is_rounded: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers of the full group, keys and values."""
+        return sum(self._layer_block_bytes(layer) for layer in self._own_layers if layer not in self.sliding_layers)
+
+    @property
+    def sliding_block_bytes(self) -> int:
+        """Bytes of one block in all layers of the sliding group, keys and values."""
+        return sum(self._layer_block_bytes(layer) for layer in self._own_layers if layer in self.sliding_layers)
+
+    def heads(self, layer: int) -> HeadShape:
+        """Returns the heads of a layer's keys and values."""
+        if layer in self.sliding_layers and self.sliding_heads is not None:
+            return self.sliding_heads
+        return HeadShape(self.num_kv_heads, self.head_dim)
+
+    def make_pools(self, pool: Callable[[int], Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Returns the key and value pools of each layer, made by `pool` from a layer's number.
+
+        A layer that reads another's keys and values has the other's pools.
+        """
+        own = {layer: (pool(layer), pool(layer)) for layer in range(self.num_layers) if layer not in self.key_sources}
+        return [own[self.key_sources.get(layer, layer)] for layer in range(self.num_layers)]
+
+    def num_pool_blocks(self, layer: int, num_blocks: int, num_sliding_blocks: int) -> int:
+        """Returns the number of blocks in a layer's pool, given those of both groups."""
+        if layer in self.recurrent_layers:
+            return 0
+        return num_sliding_blocks if layer in self.sliding_layers else num_blocks
+
+    @property
+    def _own_layers(self) -> list[int]:
+        kept = (layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+        return [layer for layer in kept if layer not in self.key_sources]
+
+    def _layer_block_bytes(self, layer: int) -> int:
+        heads = self.heads(layer)
+        head_bytes = heads.head_dim + SCALE_BYTES if self.is_rounded else heads.head_dim * int(self.dtype.itemsize)
+        return 2 * (self.block_slots or self.block_size) * heads.num_kv_heads * head_bytes
+
+
+def layers_with_window(text: Any) -> frozenset[int]:
+    """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
+
+    The set is empty when all layers have a window or none has: then all are in the full group, which keeps every token
+    and applies the window as a mask.
+    """
+    types = getattr(text, "layer_types", None) or []
+    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()
