@@ -290,6 +290,11 @@ def current_step() -> tuple[AttentionBackend, AttentionMetadata]:
     return step
 
 
+def continue_with(metadata: AttentionMetadata) -> None:
+    """Gives the layers that this thread calls from now on, inside `forward_context`, other metadata."""
+    _context.step = (_context.step[0], metadata)
+
+
 def _paged_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,

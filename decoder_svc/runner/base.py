@@ -403,7 +403,7 @@ class ModelRunnerBase(ABC):
             inputs = self.prepare_inputs(flat)
             embedded, likeliest = self._embed(inputs, chunks), None
             with self.hidden_states.keeping() if keeps_hidden else nullcontext():
-                logits = self._forward(inputs, embedded)
+                logits = self._forward(inputs, embedded, keeps_hidden=keeps_hidden)
             if keeps_hidden:
                 hidden = self.hidden_states.take()
                 embeddings = pooled(hidden, chunks, self.batch)
@@ -483,12 +483,12 @@ class ModelRunnerBase(ABC):
             first += chunk.num_tokens
         return placed
 
-    def _forward(self, inputs: PreparedInputs, embedded: Embedded) -> Tensor:
+    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, keeps_hidden: bool) -> Tensor:
         """Returns the logits of the sampled positions, `[num_sampled, vocab]`."""
         arguments = embedded.tokens, inputs.positions, inputs.sampled_indexes
         with forward_context(self.backend, inputs.metadata):
             if not (embedded.levels and embedded.row_indexes):
-                return self.language.logits(*arguments, inputs.token_ids)
+                return self.language.logits(*arguments, inputs.token_ids, keeps_hidden=keeps_hidden)
             rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
             has_row = torch.zeros(len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)
             levels = [level.index_select(0, rows) for level in embedded.levels]

@@ -15,6 +15,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionBackend, forward_context
 from decoder_svc.runner.graphs.chunk_table import ChunkInputs
 from decoder_svc.runner.graphs.decode_table import DecodeInputs
+from decoder_svc.runner.shared_keys import computing_only
 from decoder_svc.runner.step_metadata import recorded_metadata
 from lookonce.model.half_model import text_child
 
@@ -70,17 +71,27 @@ class LanguagePass:
         return parts
 
     def logits(
-        self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None, token_ids: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        sampled: Tensor | None,
+        token_ids: Tensor | None = None,
+        *,
+        keeps_hidden: bool = False,
     ) -> Tensor:
         """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`.
 
-        A model with experts of images, or with per-layer inputs, needs `token_ids`.
+        A model with experts of images, or with per-layer inputs, needs `token_ids`. With `keeps_hidden`, all layers
+        compute all tokens.
         """
         arguments = self._arguments(embeddings, positions)
         if self.padded_input_ids is not None:
             assert token_ids is not None, "per-layer inputs are looked up by token"
-            hidden = self._with_layer_inputs(arguments, token_ids, self.padded_input_ids)
-            return self.logits_of(hidden if sampled is None else hidden[sampled])
+            self._add_layer_inputs(arguments, token_ids, self.padded_input_ids)
+            text_model = getattr(self.model.model, text_child(self.model))
+            with computing_only(text_model, None if keeps_hidden else sampled) as narrowing:
+                hidden = text_model(**arguments).last_hidden_state[0]
+            return self.logits_of(hidden if sampled is None else narrowing.wanted(hidden, sampled))
         if token_ids is not None and self.image_expert_ids is not None:
             arguments["moe_mm_token_type_ids"] = torch.isin(token_ids, self.image_expert_ids)[None]
         if sampled is not None and not _can_select(type(self.model).forward):
@@ -90,15 +101,12 @@ class LanguagePass:
         logits: Tensor = self.model(**arguments, **kept).logits[0]
         return logits
 
-    def _with_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor, padded: Tensor) -> Tensor:
-        """Returns the last hidden states `[num_tokens, hidden_size]` of a model whose layers take inputs by token."""
+    def _add_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor, padded: Tensor) -> None:
+        """Adds what the layers of a model look up by themselves, if they do."""
         text_model = getattr(self.model.model, text_child(self.model))
         if text_model.hidden_size_per_layer_input:
-            pad = text_model.config.pad_token_id
-            known = token_ids.masked_fill(torch.isin(token_ids, padded), pad)
+            known = token_ids.masked_fill(torch.isin(token_ids, padded), text_model.config.pad_token_id)
             arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(known[None])
-        hidden: Tensor = text_model(**arguments).last_hidden_state[0]
-        return hidden
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Returns the logits of last hidden states `[num_rows, hidden_size]`, as `logits` computes them."""

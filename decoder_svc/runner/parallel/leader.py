@@ -102,11 +102,17 @@ class LeadingPass:
         return self._language.split_levels(rows)
 
     def logits(
-        self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None, token_ids: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        sampled: Tensor | None,
+        token_ids: Tensor | None = None,
+        *,
+        keeps_hidden: bool = False,
     ) -> Tensor:
         """Calls LanguagePass.logits for the step that has begun."""
         with self._leader.forward(embeddings):
-            return self._language.logits(embeddings, positions, sampled, token_ids)
+            return self._language.logits(embeddings, positions, sampled, token_ids, keeps_hidden=keeps_hidden)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Calls LanguagePass.logits_of on all ranks, each for its part of the vocabulary."""
