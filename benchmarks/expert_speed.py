@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def _rounded(weights: ExpertWeights, bits: int | None) -> ExpertWeights:
         gate, up, down = (quantized(whole(part), bits) for part in (gate, up, down))
         return (gate, up), down
 
-    return ExpertWeights(weights.num_experts, weights.hidden_size, weights.mlp_size, weights.dtype, read)
+    return replace(weights, read=read)
 
 
 def section(cells: Sequence[Cell], num_experts: int) -> str:

@@ -84,6 +84,9 @@ class ModelRunnerBase(ABC):
     serves_recurrent_layers: bool = False
     # Whether the device computes a part of a model, beside other processes with theirs (runner/parallel).
     serves_split_models: bool = False
+    # Whether late layers that read the keys of others may compute only the sampled tokens. Steps may then have any
+    # number of tokens, and are not recorded.
+    computes_any_tokens = False
     # The device's kernel for single tokens of such layers; None: there is none.
     delta_step: DeltaStep | None = None
 
@@ -113,6 +116,7 @@ class ModelRunnerBase(ABC):
             self._calc_mrope_positions,
             torch.tensor(experts, device=self.device) if experts else None,
             None if padded is None else torch.tensor(padded, device=self.device),
+            can_narrow=self.computes_any_tokens,
         )
         self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.

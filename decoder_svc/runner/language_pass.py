@@ -52,6 +52,8 @@ class LanguagePass:
     image_expert_ids: Tensor | None = None
     # Ids of tokens that count as padding where layers look tokens up by themselves; None: layers see hidden states.
     padded_input_ids: Tensor | None = None
+    # Whether late layers that read the keys of others may compute only the sampled tokens.
+    can_narrow: bool = False
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
@@ -89,7 +91,7 @@ class LanguagePass:
             assert token_ids is not None, "per-layer inputs are looked up by token"
             self._add_layer_inputs(arguments, token_ids, self.padded_input_ids)
             text_model = getattr(self.model.model, text_child(self.model))
-            with computing_only(text_model, None if keeps_hidden else sampled) as narrowing:
+            with computing_only(text_model, sampled if self.can_narrow and not keeps_hidden else None) as narrowing:
                 hidden = text_model(**arguments).last_hidden_state[0]
             return self.logits_of(hidden if sampled is None else narrowing.wanted(hidden, sampled))
         if token_ids is not None and self.image_expert_ids is not None:

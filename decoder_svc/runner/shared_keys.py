@@ -36,8 +36,8 @@ class Narrowing:
 def computing_only(text_model: Any, tokens: Tensor | None) -> Iterator[Narrowing]:
     """Makes late layers compute the tokens `[num_wanted]`, ascending, for the pass in the block.
 
-    Nothing changes if `tokens` is None, or if the model has no such layers. Graphs compute all tokens: how many are
-    wanted differs between the steps for which a graph is replayed.
+    Nothing changes if `tokens` is None, or if the model has no such layers. The step must not be recorded: how many
+    tokens are wanted differs between steps.
     """
     narrowing = Narrowing()
     if tokens is None or not hasattr(text_model, _METHOD):
@@ -49,7 +49,7 @@ def computing_only(text_model: Any, tokens: Tensor | None) -> Iterator[Narrowing
         **__: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         metadata, num_tokens = current_step()[1], hidden.shape[1]
-        if metadata.paged is not None or len(tokens) == num_tokens:
+        if len(tokens) == num_tokens:
             return hidden, layer_inputs, rotary, masks
         # No layer can compute nothing.
         kept = tokens if len(tokens) else tokens.new_tensor([num_tokens - 1])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from lookonce.model.kernels.quantized_weight import quantized
 
 # Vision towers, and layers that choose experts.
+_TEXT = re.compile(r"\.layers\.|per_layer_model_projection")
 _KEPT = re.compile(r"vision|visual|\bgate\.weight|router")
 
 
@@ -21,7 +22,7 @@ def round_weights(folder: pathlib.Path, bits: int) -> None:
     for name, tensor in tensors.items():
         if name.endswith("lm_head.weight"):
             tensors[name] = quantized(tensor, 8).dequantized()
-        elif ".layers." in name and not _KEPT.search(name) and tensor.ndim == 2:
+        elif _TEXT.search(name) and not _KEPT.search(name) and tensor.ndim == 2:
             tensors[name] = quantized(tensor, bits).dequantized()
         elif ".experts." in name and tensor.ndim == 3:
             # Aria stores inputs first.

@@ -22,7 +22,7 @@ from tests.tiny_families import FAMILIES
 # Questions with no, one and three images in turn.
 NUM_PROMPTS = 6
 # Plain; M-RoPE; windows with images that see themselves; windows with prompts that see themselves.
-NAMES = ("llava_clip", "qwen2_vl", "gemma3", "paligemma2")
+NAMES = ("llava_clip", "qwen2_vl", "gemma3", "gemma4", "paligemma2")
 LIMITS = SpeculationLimits(5, ngram_min=1, ngram_max=3)
 NUM_TOKENS = 48
 # Tiny models with random weights seldom repeat themselves. With so few allowed words they do, and also deviate often.

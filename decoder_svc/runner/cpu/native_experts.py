@@ -48,6 +48,7 @@ class NativeExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
             num_experts=weights.num_experts,
             hidden_size=weights.hidden_size,
             mlp_size=weights.mlp_size + missing,
+            activation=weights.activation.value,
         )
         self._function = backend.library.function(f"lookonce_experts_{DTYPE_NAMES[self._dtype]}")
 

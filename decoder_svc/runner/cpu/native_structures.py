@@ -148,6 +148,7 @@ class Experts(ctypes.Structure):
         ("num_experts", _INTEGER),
         ("hidden_size", _INTEGER),
         ("mlp_size", _INTEGER),
+        ("activation", _INTEGER),
     )
 
 

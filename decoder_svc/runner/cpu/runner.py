@@ -39,6 +39,7 @@ class CPUModelRunner(ModelRunnerBase):
 
     serves_recurrent_layers = True
     serves_split_models = True
+    computes_any_tokens = True
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cpu")

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lookonce.model.kernels.activation import Activation, activation_of
 from lookonce.model.kernels.quantized_weight import QuantizedWeight, Weight, quantized, whole
-
-# transformers' classes of the activation that our kernel applies to gates.
-_SILU = ("SiLU", "SiLUActivation")
 
 # The weights of an expert: those of gates and of the values that they gate [mlp, hidden], and the last [hidden, mlp].
 Expert = tuple[tuple[Weight, Weight], Weight]
@@ -27,6 +25,8 @@ class ExpertWeights:
     hidden_size: int
     mlp_size: int
     dtype: torch.dtype
+    # Applied to gates.
+    activation: Activation
     # Takes the number of an expert.
     read: Callable[[int], Expert]
 
@@ -50,7 +50,8 @@ class QuantizedExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyp
             (gate, up), down = self.weights.read(number)
             tokens, places = torch.where(top_k_index == number)
             inputs = hidden_states[tokens]
-            gated = F.silu(F.linear(inputs, whole(gate))) * F.linear(inputs, whole(up))
+            gates = self.weights.activation.function(F.linear(inputs, whole(gate)))
+            gated = gates * F.linear(inputs, whole(up))
             results = F.linear(gated, whole(down)) * top_k_weights[tokens, places, None]
             output.index_add_(0, tokens, results.to(output.dtype))
         return output
@@ -78,7 +79,7 @@ def experts_of(module: Any) -> ExpertWeights | None:
     """Returns the weights of a module whose experts our kernel can compute; None for any other module.
 
     Such a module has parameters `gate_up_proj` [experts, 2 mlp, hidden] and `down_proj` [experts, hidden, mlp] or their
-    transposes, no biases, and SiLU as its activation, as most of transformers' mixtures of experts.
+    transposes, no biases, and an activation `act_fn` that we know, as most of transformers' mixtures of experts.
     """
     if isinstance(module, QuantizedExperts):
         return module.weights
@@ -87,7 +88,8 @@ def experts_of(module: Any) -> ExpertWeights | None:
         return None
     if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return None
-    if type(getattr(module, "act_fn", None)).__name__ not in _SILU:
+    activation = activation_of(module.act_fn) if isinstance(getattr(module, "act_fn", None), torch.nn.Module) else None
+    if activation is None:
         return None
     if getattr(module, "is_transposed", False):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -99,7 +101,7 @@ def experts_of(module: Any) -> ExpertWeights | None:
         gate, up = gate_up[number].chunk(2)
         return (gate, up), down[number]
 
-    return ExpertWeights(num_experts, hidden_size, mlp_size, down.dtype, read)
+    return ExpertWeights(num_experts, hidden_size, mlp_size, down.dtype, activation, read)
 
 
 def quantized_experts(module: Any, bits: int) -> QuantizedExperts | None:

@@ -35,11 +35,15 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
         module = text_model.get_submodule(name.rpartition(".")[0])
         if "experts" in name and parameter.ndim > 2 and experts_of(module) is None:
             raise ConfigurationError(f"quantize is not offered for models with such experts ({name}); leave it out")
+
+    def is_router(path: str, name: str) -> bool:
+        return not _ROUTERS.isdisjoint((*path.split("."), name))
+
     found = [
         (parent, name, bits)
-        for parent in text_model.modules()
+        for path, parent in text_model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear and name not in _ROUTERS and child.in_features % 2 == 0
+        if type(child) is torch.nn.Linear and child.in_features % 2 == 0 and not is_router(path, name)
     ]
     if type(model.lm_head) is torch.nn.Linear and model.lm_head.in_features % 2 == 0:
         found.append((model, "lm_head", _HEAD_BITS))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lookonce.errors import ModelFolderError
-from lookonce.model.kernels.quantized_experts import Expert, ExpertWeights, QuantizedExperts, experts_of
+from lookonce.model.kernels.quantized_experts import Expert, QuantizedExperts, experts_of
 from lookonce.model.quantized_folder.layout import Layout, read_layout
 from lookonce.model.quantized_folder.names import ExpertLayer
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
@@ -27,7 +28,7 @@ class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
         sizes = experts_of(module)
         if sizes is None:
             raise ModelFolderError(
-                f"the quantized experts {name} are not served: {type(module).__name__} is not a gated MLP with SiLU; "
+                f"the quantized experts {name} are not served: {type(module).__name__} is not a gated MLP; "
                 "use the unquantized model"
             )
         self._sizes = sizes
@@ -58,10 +59,7 @@ class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
 
     def restored(self, *, keep_codes: bool) -> tuple[torch.nn.Module, bool]:
         """Returns the module that takes this one's place, and whether its weights stay codes, in the mapped files."""
-        weights = ExpertWeights(
-            self._sizes.num_experts, self._sizes.hidden_size, self._sizes.mlp_size, self._sizes.dtype, self._read
-        )
-        experts = QuantizedExperts(weights, *self._plain)
+        experts = QuantizedExperts(replace(self._sizes, read=self._read), *self._plain)
         is_kept = keep_codes and self._are_readable()
         return (experts, True) if is_kept else (experts.plain(), False)
 

@@ -43,9 +43,10 @@ def test_logits_of_hidden_states_are_those_of_the_pass(
     runner, original = model.runner, model.runner._forward
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def forward(inputs: Any, embedded: Any) -> torch.Tensor:
+    def forward(inputs: Any, embedded: Any, *, keeps_hidden: bool) -> torch.Tensor:
+        assert not keeps_hidden
         with runner.hidden_states.keeping():
-            logits = original(inputs, embedded)
+            logits = original(inputs, embedded, keeps_hidden=True)
         hidden = runner.hidden_states.take()[inputs.sampled_indexes]
         found.append((logits, runner.language.logits_of(hidden)))
         return logits
@@ -100,7 +101,7 @@ def test_a_model_with_experts_of_images_gets_no_graphs(built: Callable[[str], of
     assert model.runner.graphs is None
 
 
-@pytest.mark.parametrize("name", ["llava_clip", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["llava_clip", "qwen2_vl", "gemma3", "gemma4"])
 def test_padded_passes_give_the_log_probabilities_of_steps_without_graphs(
     name: str, built: Callable[[str], offline.OfflineModel]
 ) -> None:

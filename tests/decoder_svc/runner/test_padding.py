@@ -98,7 +98,7 @@ def with_runner(model: OfflineModel, kind: type[ModelRunnerBase]) -> OfflineMode
     return replace(model, runner=kind(model.runner.config, model.runner.family))
 
 
-@pytest.mark.parametrize("name", ["llava_clip", "gemma3"])
+@pytest.mark.parametrize("name", ["llava_clip", "gemma3", "gemma4"])
 def test_padding_writes_no_slot_of_a_block_that_a_request_may_have(
     name: str, tiny_family: Callable[[str], families.Conformance], monkeypatch: pytest.MonkeyPatch
 ) -> None:

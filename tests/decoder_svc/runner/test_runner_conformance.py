@@ -39,12 +39,12 @@ HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model
 PADDING_HOOK = "_padded_num_tokens"
 # Families with plain positions; with three position axes; with feature levels; with a window and mutual spans; and with
 # prompts that see themselves beyond the window and soft-capped scores.
-FAMILY_NAMES = ("llava_clip", "qwen2_vl", "qwen3_vl", "gemma3", "paligemma2")
+FAMILY_NAMES = ("llava_clip", "qwen2_vl", "qwen3_vl", "gemma3", "gemma4", "paligemma2")
 # Token budget of a step that cuts prompts wherever cutting is allowed.
 SMALL_STEP = 23
 TOLERANCE = 1e-4
 # All questions at once, and some to spare: attention of `third` reads the whole pool for each token of a graph.
-NUM_BLOCKS = 100
+NUM_BLOCKS = 160
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ IN_BOTH = {
     "deepseek_vl_hybrid": {"model.high_res_vision_alpha"},
 }
 # Beginning of the names of parameters that neither half holds.
-IN_NEITHER = "model.audio_tower."
+IN_NEITHER = ("model.audio_tower.", "model.embed_audio.")
 
 Tensors = dict[str, Tensor]
 

@@ -20,6 +20,7 @@ struct Experts {
   int64_t num_experts;
   int64_t hidden_size;
   int64_t mlp_size;  // A multiple of 16.
+  Activation activation;  // Of gates.
 };
 
 struct ExpertStep {
@@ -65,8 +66,9 @@ class ExpertRun {
       Worker worker(phases);
       gather(worker);
       multiply_all(worker, experts_.gate_up, gathered_.get(), [&](int64_t row, int64_t column, float* sums) {
-        const Floats gate = load_floats(sums), gated = gated_by_sigmoid<Type::kIsRough>(gate, gate);
-        Type::store_left(gated_.get() + row * experts_.mlp_size + column / 2, gated * load_floats(sums + kLanes));
+        activate<Type::kIsRough>(experts_.activation, sums, kLanes);
+        Type::store_left(gated_.get() + row * experts_.mlp_size + column / 2,
+                         load_floats(sums) * load_floats(sums + kLanes));
       });
       multiply_all(worker, experts_.down, gated_.get(), [&](int64_t row, int64_t column, float* sums) {
         const int64_t count = std::min(kTileColumns, experts_.hidden_size - column);

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
@@ -81,6 +82,17 @@ def test_results_are_those_of_transformers(
     made = module(hidden, mlp, num_experts, turned=data.draw(st.booleans()))
     given_tokens = tokens(num_tokens, hidden, num_experts, data.draw(st.integers(1, num_experts)), num_tokens)
     torch.testing.assert_close(native(made)(*given_tokens), made(*given_tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
+def test_gates_have_the_modules_activation(name: str) -> None:
+    made = module(48, 40, 4)
+    made.act_fn = ACT2FN[name]
+    given_tokens = tokens(9, 48, 4, 2)
+    expected = made(*given_tokens)
+    torch.testing.assert_close(native(made)(*given_tokens), expected, rtol=1e-4, atol=1e-5)
+    codes = rounded(made, 8)
+    torch.testing.assert_close(native(codes)(*given_tokens), codes(*given_tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_many_tokens_of_one_expert_are_computed_in_parts() -> None:
@@ -178,7 +190,7 @@ def test_other_modules_are_no_experts() -> None:
     assert weights is not None
     assert isinstance(replace(weights, num_experts=3), ExpertWeights)
     others = [module(32, 32, 4) for _ in range(4)]
-    others[0].act_fn = torch.nn.GELU()
+    others[0].act_fn = torch.nn.Tanh()
     others[1].bias = torch.nn.Parameter(torch.zeros(3))
     others[2].down_proj = torch.nn.Parameter(torch.zeros(4, 32, 16))
     others[3].gate_up_proj = None

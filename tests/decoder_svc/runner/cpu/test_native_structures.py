@@ -22,8 +22,9 @@ MIRRORED = (
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;")
-# The enumeration has 64 bits.
-_SCALARS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "CodeForm": ctypes.c_int64}
+# Enumerations have 64 bits.
+_ENUMERATIONS = dict.fromkeys(("Activation", "CodeForm"), ctypes.c_int64)
+_SCALARS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, **_ENUMERATIONS}
 
 
 def sources() -> str:

@@ -31,8 +31,8 @@ def quantizing(runner: Any, bits: int) -> CPUModelRunner:
 
 _STACKS = ("llava_clip", "qwen2_5_vl", "qwen3_vl")
 # Our linear layers in transformers' modules.
-_OTHERS = ("gemma3", "qwen3_5")
-_WITH_EXPERTS = ("aria", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe")
+_OTHERS = ("gemma3", "gemma4", "qwen3_5")
+_WITH_EXPERTS = ("aria", "ernie4_5_vl_moe", "gemma4_moe", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -58,7 +58,7 @@ def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: 
 def test_other_experts_are_refused_by_name(bits: int, tmp_path: pathlib.Path) -> None:
     FAMILIES["qwen3_vl_moe"].build(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["hidden_act"] = "gelu"
+    config["text_config"]["hidden_act"] = "tanh"
     (tmp_path / "config.json").write_text(json.dumps(config))
     whole = load(tmp_path, torch.float32)
     assert not any(isinstance(module, NativeExperts) for module in whole.model.modules())

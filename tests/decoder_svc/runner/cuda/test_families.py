@@ -18,7 +18,7 @@ NUM_BLOCKS = 40
 
 
 # Three position axes; feature levels; a window and mutual spans; prompts that see themselves and soft-capped scores.
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3", "paligemma2"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3", "gemma4", "paligemma2"])
 def test_answers_are_the_references_and_steps_do_not_wait(
     name: str, tiny_family: Callable[[str], families.Conformance]
 ) -> None:

@@ -82,7 +82,7 @@ def test_chunks_with_images_are_replayed_and_give_the_bits_of_the_same_passes_at
     def answers() -> tuple[offline.Answers, int]:
         session = offline.Session(model, num_blocks=NUM_BLOCKS, max_num_batched_tokens=23)
         model.runner.capture_model()
-        monkeypatch.setattr(model.runner, "_forward", lambda *_: pytest.fail("a step without a graph"))
+        monkeypatch.setattr(model.runner, "_forward", lambda *_, **__: pytest.fail("a step without a graph"))
         return session.ask([question.prompt for question in model.questions[:4]], logprobs=5), len(cuda.pools)
 
     recorded, num_recorded = answers()

@@ -71,7 +71,7 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(
         session = offline.Session(model, num_blocks=200, max_num_batched_tokens=16 if use_graphs else 2048)
         model.runner.capture_model()
         if use_graphs:
-            monkeypatch.setattr(model.runner, "_forward", lambda *_: pytest.fail("a step without a graph"))
+            monkeypatch.setattr(model.runner, "_forward", lambda *_, **__: pytest.fail("a step without a graph"))
         question = min(
             (question for question in model.questions if question.prompt.images),
             key=lambda question: len(question.prompt.token_ids),
@@ -84,7 +84,7 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(
 
 
 # A family without mutual spans; one with spans of images and a sliding group; and one whose prompts are spans.
-@pytest.mark.parametrize("name", ["llava_clip", "gemma3", "paligemma2"])
+@pytest.mark.parametrize("name", ["llava_clip", "gemma3", "gemma4", "paligemma2"])
 def test_nothing_is_compiled_while_serving(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
     num_threads = torch.get_num_threads()
     family = tiny_family(name).offline

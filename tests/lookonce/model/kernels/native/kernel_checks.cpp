@@ -237,7 +237,7 @@ void check_experts(const std::string& type, int64_t num_tokens, CodeForm form) {
     }
   }
   std::vector<Element> found(num_tokens * kHidden);
-  const Experts experts{gate_up_layers.data(), down_layers.data(), kNumExperts, kHidden, kMlp};
+  const Experts experts{gate_up_layers.data(), down_layers.data(), kNumExperts, kHidden, kMlp, Activation::kSilu};
   const ExpertStep step{input.data(), chosen.data(), shares.data(), found.data(), num_tokens, kChosen, 2};
   ExpertRun<Type>(experts, step).run();
   check(difference<Type>(found, wanted) < tolerance<Type>(),
