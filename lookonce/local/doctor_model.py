@@ -6,7 +6,7 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
+from lookonce.model.text_support import head_shape, key_sources
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
@@ -107,13 +108,12 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
     except LookonceError as error:
         return [Finding("text half", False, str(error))]
     text = model.source.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     num_recurrent = sum(kind == _RECURRENT for kind in kinds)
     if num_recurrent == len(kinds):
         return [Finding("text half", False, "all layers are recurrent; a layer with full attention is needed")]
-    num_layers = text.num_hidden_layers - num_recurrent
-    token_bytes = 2 * num_layers * text.num_key_value_heads * head_dim * weights.dtype.itemsize
+    shapes = [head_shape(text, layer) for layer in _layers_with_keys(text, kinds)]
+    token_bytes = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
     many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
     others = ""
@@ -121,6 +121,12 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         state_bytes = num_recurrent * _state_bytes(text, weights.dtype.itemsize)
         others = f", and {_size(state_bytes)} per request and per snapshot of {num_recurrent} recurrent layers"
     return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}{others}")]
+
+
+def _layers_with_keys(text: Any, kinds: Sequence[str]) -> list[int]:
+    """Returns the layers that have keys and values of their own."""
+    sources = key_sources(text)
+    return [layer for layer, kind in enumerate(kinds) if kind != _RECURRENT and layer not in sources]
 
 
 def _state_bytes(text: Any, element_bytes: int) -> int:

@@ -33,7 +33,8 @@ _LARGEST_SIZE, _MOST_LAYERS = 1 << 24, 4096
 _SIZES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "embed_dim"), _LARGEST_SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
-    **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings"), _LARGEST_SIZE),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"), _LARGEST_SIZE),
+    **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
 }
 _TOKENS = ("image_token_index", "image_token_id", "video_token_index", "video_token_id")
@@ -154,6 +155,11 @@ def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tupl
 def _check_sizes(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     """Raises ModelFolderError for a size that no model has, and for a layer of the tower that is not there."""
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
+    for where, part in [*parts.items()]:
+        layers = part.get("per_layer_config")
+        if isinstance(layers, dict):
+            own = {f"{where}per_layer_config.{layer}.": sizes for layer, sizes in layers.items()}
+            parts |= {name: sizes for name, sizes in own.items() if isinstance(sizes, dict)}
     for where, part in parts.items():
         for name, largest in _SIZES.items():
             size = part.get(name)

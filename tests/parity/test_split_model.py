@@ -96,6 +96,12 @@ def test_a_model_whose_heads_cannot_be_divided_is_refused(tiny_family: Callable[
         pass
 
 
+def test_layers_that_differ_are_not_split(tiny_family: Callable[[str], families.Conformance]) -> None:
+    family = tiny_family("gemma4")
+    with pytest.raises(ConfigurationError, match="layers with different heads"), split(family, 2, lambda: None):
+        pass
+
+
 def test_a_lost_rank_ends_the_engine(tiny_family: Callable[[str], families.Conformance]) -> None:
     family = tiny_family("llava_clip")
     is_lost = threading.Event()

@@ -47,12 +47,13 @@ def expected(chunk: Chunk, contents: Contents, options: LayerOptions, *, is_mutu
     """Returns the attention as the papers define it, one query and one head at a time."""
     query, keys, values = contents.query.double(), contents.keys.double(), contents.values.double()
     num_groups = query.shape[1] // keys.shape[1]
+    spans = () if options.is_causal else chunk.spans
     result = torch.zeros_like(query)
     for token in range(chunk.start, chunk.stop):
         seen = [
             other
             for other in range(chunk.stop)
-            if sees(token, other, chunk.spans, options.window, is_mutual_beyond_window=is_mutual_beyond_window)
+            if sees(token, other, spans, options.window, is_mutual_beyond_window=is_mutual_beyond_window)
         ]
         for head in range(query.shape[1]):
             scores = torch.stack([query[token - chunk.start, head] @ keys[other, head // num_groups] for other in seen])

@@ -192,6 +192,7 @@ OPTIONS = st.builds(
     scale=st.sampled_from((0.25, 1.0)),
     window=st.none() | st.integers(1, 30),
     softcap=st.none() | st.sampled_from((0.5, 3.0)),
+    is_causal=st.sampled_from((False, False, True)),
 )
 SEEDS = st.integers(0, 1 << 30)
 
@@ -215,12 +216,13 @@ class StepCase:
         step.check(self.options, is_mutual_beyond_window=self.is_mutual_beyond_window)
 
 
-# A chunk that starts inside a span longer than the window; a whole prompt and generated tokens; and a chunk that needs
-# only the last blocks of its context and a part of the very last one.
+# A chunk that starts inside a span longer than the window; a whole prompt and generated tokens; a layer in which the
+# span does not count; and a chunk that needs only the last blocks of its context and a part of the very last one.
 _EXAMPLES = (
     (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), False),
     (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), True),
     (Chunk(9, 0, 0, 11, (Span(0, 9),), 2), LayerOptions(1.0, window=2, softcap=3.0), True),
+    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, is_causal=True), False),
     (Chunk(22, 17, 17, 22), LayerOptions(1.0, window=3), False),
 )
 

@@ -25,7 +25,7 @@ class TensorBackend(PagedBackend):
         sequence = torch.searchsorted(step.query_starts[1:], index, right=True)
         # New tokens are the last ones of a sequence.
         token = (step.kv_lens - step.query_starts[1:])[sequence] + index
-        start, stop = _seen(token, step, options.window)
+        start, stop = _seen(token, step, options)
         slots = torch.arange(group.block_table.shape[1] * keys.shape[1], device=query.device)
         other = group.first_keys[sequence][:, None] + slots
         is_seen = (other >= start[:, None]) & (other < stop[:, None])
@@ -44,11 +44,12 @@ class TensorBackend(PagedBackend):
         return torch.einsum("tkgn,nkd->tkgd", weights, all_values).reshape(num_tokens, num_heads, head_dim)
 
 
-def _seen(token: Tensor, step: PagedStep, window: int | None) -> tuple[Tensor, Tensor]:
+def _seen(token: Tensor, step: PagedStep, options: LayerOptions) -> tuple[Tensor, Tensor]:
     """Returns the tokens [start, stop) of its sequence that every token sees."""
+    window = options.window
     start = torch.zeros_like(token) if window is None else (token - window + 1).clamp(min=0)
     stop = token + 1
-    if step.mutual is not None:
+    if step.mutual is not None and not options.is_causal:
         stop = torch.maximum(stop, step.mutual.stops)
         if step.mutual.is_beyond_window:
             start = torch.minimum(start, step.mutual.starts)

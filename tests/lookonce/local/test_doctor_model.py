@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,16 @@ def test_sizes_follow_from_the_configuration(built: Callable[[str], pathlib.Path
     assert findings["largest image"].detail == "16 rows, 20 tokens of the prompt"
     deepstack = _examined(built("qwen3_vl"))
     assert deepstack["row"].detail.startswith("768 bytes, 512 of them feature levels; ")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe"])
+def test_layers_count_with_their_own_heads_if_they_have_keys_of_their_own(
+    name: str, built: Callable[[str], pathlib.Path]
+) -> None:
+    spec = load(built(name), torch.float32).get_kv_cache_spec()
+    spec = replace(spec, block_size=16, block_slots=None)
+    num_bytes = spec.block_bytes + spec.sliding_block_bytes
+    assert _examined(built(name))["KV cache"].detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")
 
 
 def test_recurrent_layers_take_no_keys_and_values(
