@@ -95,7 +95,6 @@ def test_every_tiny_family_is_accepted(name: str, tmp_path: pathlib.Path) -> Non
         ("llava_clip", {"num_kv_shared_layers": 1}, "share their keys"),
         ("llava_clip", {"kv_lora_rank": 8}, "multi-head latent attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "see later tokens"),
-        ("gemma3", {"use_bidirectional_attention": "vision"}, "see later tokens"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "see later tokens"),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "layers of one type with different numbers or sizes"),
         ("gemma4", {"per_layer_config": {"2": {"head_dim": 1 << 30}}}, "per_layer_config.2.head_dim must be a number"),
@@ -118,7 +117,6 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
         ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross_attention_layers is [1]"),
         ({"model_type": "gpt_oss", "num_attention_heads": 4, "num_key_value_heads": 2}, "attention sinks"),
         ({"model_type": "gemma3n_text", "num_hidden_layers": 5}, "per-layer inputs"),
-        ({"model_type": "step3p7_text"}, "layers of different shapes"),
         ({"model_type": "t5"}, "an encoder and a decoder"),
         (
             {"model_type": "gpt_neox", "num_attention_heads": 4},
