@@ -22,7 +22,7 @@ _METHOD = "_maybe_slice_kv_shared_inputs"
 
 @dataclass(slots=True)
 class Narrowing:
-    """What a pass computed in its late layers."""
+    """Says which tokens a pass has computed in its late layers."""
 
     # Whether it computed the wanted tokens alone, or one token if none was wanted.
     has_happened: bool = False

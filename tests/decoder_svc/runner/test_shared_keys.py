@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,15 +92,11 @@ def test_a_reading_layer_sees_what_the_other_has_written(name: str, writer: int,
 
 def test_pools_are_shared_and_their_bytes_are_those_of_the_specification() -> None:
     for name, backend in BACKENDS.items():
-        spec = SPEC if name != "native" else KVCacheSpec(**{**_fields(SPEC), "block_slots": 16})
+        spec = SPEC if name != "native" else replace(SPEC, block_slots=16)
         pools = backend().allocate(spec, 3, 5, torch.device("cpu"))
         own = {pool.data_ptr(): pool.nbytes for pair in pools for pool in pair}
         assert len(own) == 4
         assert sum(own.values()) == 3 * spec.block_bytes + 5 * spec.sliding_block_bytes
-
-
-def _fields(spec: KVCacheSpec) -> dict[str, object]:
-    return {name: getattr(spec, name) for name in spec.__slots__}
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +110,9 @@ def test_the_last_tokens_of_some_sequences_alone_have_the_same_results(
     name: str, lengths: list[int], layer: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    spans = [(Span(rng.randrange(length), 1),) if rng.random() < 0.5 else () for length in lengths]
+    spans: list[tuple[Span, ...]] = [
+        (Span(rng.randrange(length), 1),) if rng.random() < 0.5 else () for length in lengths
+    ]
     layers = Layers(name, lengths, spans, seed)
     source = SPEC.key_sources[layer]
     query = layers.noise(NUM_HEADS, SPEC.heads(layer).head_dim)
