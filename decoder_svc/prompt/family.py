@@ -111,7 +111,10 @@ class DecoderFamily:
         """Returns the layout of each pair of frames; together they replace the video's placeholder."""
         assert self._video is not None, "frame_size() comes first"
         shapes = self._video.shapes(frame_size, num_frames, fps)
-        return [layout_of(shape, self._video_token, self._video.token_id, self._encode) for shape in shapes]
+        token, token_id = self._video_token, self._video.token_id
+        if self._video.rule.takes_image_token:
+            token, token_id = self.image_token, self.image_token_id
+        return [layout_of(shape, token, token_id, self._encode) for shape in shapes]
 
     def level_arguments(self, has_row: Any, levels: Sequence[Any]) -> Mapping[str, Any]:
         """Returns the arguments with which the language model adds feature levels; see `Family.level_arguments`."""

@@ -300,8 +300,8 @@ class PromptBuilder:
         self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
     ) -> list[TextPiece]:
         """Replaces the placeholders of all images and videos in the rendered pieces by their texts."""
-        image_id = self._family.image_token_id
-        of_images = [layout.text for layout in layouts if layout.row_token_id == image_id]
+        in_videos = {id(layout) for video in videos for layout in video.layouts}
+        of_images = [layout.text for layout in layouts if id(layout) not in in_videos]
         filled = _filled(pieces, self._family.placeholder, of_images, self._family.closing)
         if not videos:
             return filled

@@ -131,6 +131,14 @@ def _no_surrounding_text(_seconds: float) -> tuple[str, str]:
     return "", ""
 
 
+def _middle(first: int, last: int) -> float:
+    return (first + last) / 2
+
+
+def _no_frame_cap(_source: FamilySource) -> int | None:
+    return None
+
+
 def _no_time_axis(_config: Any, _seconds: float) -> float | None:
     return None
 
@@ -150,6 +158,12 @@ class VideoRule:
     placeholder: Callable[[str], str] = _same_text
     # Maps a pair's time in seconds to the text before and after its rows.
     surrounding_text: Callable[[float], tuple[str, str]] = _no_surrounding_text
+    # Maps the numbers of a pair's frames to the number of the frame whose time is the pair's.
+    timed_frame: Callable[[int, int], float] = _middle
+    # Whether rows take the place of the token of images; otherwise of that of videos.
+    takes_image_token: bool = False
+    # Most pixels of a frame, whatever the bounds of the whole video are; None: there is no such limit.
+    frame_cap: Callable[[FamilySource], int | None] = _no_frame_cap
     # Maps (configuration, seconds between pairs) to steps on the time axis; None: a pair is positioned like an image.
     time_steps: Callable[[Any, float], float | None] = _no_time_axis
 

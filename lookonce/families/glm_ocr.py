@@ -6,4 +6,6 @@ from dataclasses import replace
 
 from lookonce.families import glm4v
 
-FAMILY = replace(glm4v.FAMILY, title="GLM-OCR", model_type="glm_ocr", architecture="GlmOcrForConditionalGeneration")
+FAMILY = replace(
+    glm4v.FAMILY, title="GLM-OCR", model_type="glm_ocr", architecture="GlmOcrForConditionalGeneration", video=None
+)

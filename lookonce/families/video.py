@@ -41,6 +41,8 @@ class VideoSettings:
     has_frame_cap: bool
     # Token budget of a video, from which that bound follows.
     max_video_tokens: int
+    # Most pixels of a frame; None: there is no limit beside those above.
+    frame_cap: int | None
     # Arguments with which the image processor treats frames as the video processor would.
     pixels: Mapping[str, Any]
 
@@ -74,6 +76,7 @@ class VideoModel:
         least, most = (
             pixels // rule.bounded_frames(FRAMES_PER_PAIR) for pixels in (settings.least_pixels, settings.most_pixels)
         )
+        most = most if settings.frame_cap is None else min(most, settings.frame_cap)
         rows = (elongated[0] * elongated[1] // settings.factor**2, most_grid_rows(least, most, settings.factor))
         return cls(rule, settings, int(token_id), max(rows), source.config)
 
@@ -111,7 +114,7 @@ class VideoModel:
         for index in range(-(-num_frames // FRAMES_PER_PAIR)):
             first = FRAMES_PER_PAIR * index
             last = min(first + 1, num_frames - 1)
-            before, after = self.rule.surrounding_text((first + last) / 2 / fps)
+            before, after = self.rule.surrounding_text(self.rule.timed_frame(first, last) / fps)
             parts = [part for part in (before, *alone.parts, after) if part != ""]
             place = None if step is None else FramePlace(index, int(_single(index * step)))
             shapes.append(ImageShape(tuple(parts), alone.grid, place))
@@ -152,5 +155,6 @@ def _settings(source: FamilySource, rule: VideoRule) -> VideoSettings:
         factor=processor.patch_size * processor.merge_size,
         has_frame_cap=bool(given.get("cap_pixels_per_frame")),
         max_video_tokens=int(given["max_video_tokens"]),
+        frame_cap=rule.frame_cap(source),
         pixels={name: given[name] for name in _PIXEL_SETTINGS if name in given},
     )

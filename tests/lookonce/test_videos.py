@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as smart_resize_of_glm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_of_all
 
@@ -81,6 +82,20 @@ def test_frames_are_sized_as_the_familys_video_processor_sizes_them(
     assert found == [expected(*size, max_tokens if has_cap else None)[::-1] for size in SIZES]
     assert all(video.is_frame_size(*size) for size in found)
     assert len(set(found)) > 10
+
+
+def test_a_frame_of_glm_has_no_more_pixels_than_an_image(folder: Folder) -> None:
+    model = model_of(folder("glm4v"))
+    assert model.video is not None
+    most = model.source.processor.size.longest_edge // 2
+    assert model.video.settings.frame_cap == most < model.video.settings.most_pixels // 2
+    for width, height, num_frames in ((5000, 4000, 2), (5000, 4000, 3), (4000, 5000, 9)):
+        found = model.video.frame_size(width, height, num_frames, None)
+        assert found[0] * found[1] <= most
+        assert model.video.is_frame_size(*found)
+    small = model.video.frame_size(120, 80, 2, None)
+    height, width = smart_resize_of_glm(2, 80, 120, 2, 28, 4000, 90_000)
+    assert small == (width, height), "its own bounds count below that"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

@@ -15,7 +15,7 @@ from tests.parity.videos import Part, Video, VideoModel, frames
 from tests.tiny_families import FAMILIES
 
 WITH_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-NAMES = (*WITH_AXES, "exaone4_5")
+NAMES = (*WITH_AXES, "exaone4_5", "glm4v", "glm46v", "glm4v_moe")
 SMALL_STEP = 11
 
 

@@ -53,6 +53,8 @@ MEAN, STD = [0.4, 0.5, 0.6], [0.3, 0.25, 0.2]
 # Pixel bounds: of all frames together for Qwen3-VL, of each frame for the others.
 LEAST_ROWS, MOST_ROWS = 4, 60
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
+# Marks the rows of videos, so that they are not taken for a placeholder.
+_ROW = "<|video_row|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ class VideoModel:
         self.reference: Any = tiny_models.load_model(folder)
         if self.has_clock:
             self.reference.model.get_rope_index = self._positions
+        if self.is_glm:
+            # transformers 5.23 takes the rows of videos for those of images if a prompt has both.
+            self.reference.model.get_placeholder_mask = self._placeholder_masks
         self._vision = load_vision_half(folder, torch.float32)
         self.rows: dict[ContentKey, torch.Tensor] = {}
         self.config = RunnerConfig(folder, torch.float32, block_size=BLOCK_SIZE, num_threads=1)
@@ -107,8 +112,13 @@ class VideoModel:
 
     @property
     def has_clock(self) -> bool:
-        """Whether the pairs of a video share a time axis; otherwise each follows its time as text."""
-        return not self.name.startswith("qwen3")
+        """Whether the pairs of a video share a time axis; otherwise each has its time as text."""
+        return not ("qwen3" in self.name or self.is_glm)
+
+    @property
+    def is_glm(self) -> bool:
+        """Whether pairs of frames have the token of images."""
+        return "glm" in self.name
 
     def offline_model(self, questions: Sequence[offline.Question]) -> offline.OfflineModel:
         """Returns the model for sessions of scheduler and runner."""
@@ -167,15 +177,13 @@ class VideoModel:
             pixels.append(self._patches(video, size))
             grids.append([-(-len(video.frames) // 2), size[1] // self.patch, size[0] // self.patch])
             text = self._with_video(text, video, grids[-1])
+        image = "<|image|>" if self.is_glm else "<|image_pad|>"
         for grid in inputs.get("image_grid_thw", torch.zeros(0, 3)).tolist():
             num_rows = grid[1] * grid[2] // self.merge**2
-            text = text.replace("<|image_pad|>", "<|placeholder|>" * int(num_rows), 1)
-        text = text.replace("<|placeholder|>", "<|image_pad|>")
+            text = text.replace(image, "<|placeholder|>" * int(num_rows), 1)
+        text = text.replace("<|placeholder|>", image).replace(_ROW, image if self.is_glm else "<|video_pad|>")
         ids = self.processor.tokenizer(text, return_tensors="pt")["input_ids"]
-        config = self.reference.config
-        types = torch.zeros_like(ids)
-        types[ids == config.image_token_id] = _IMAGE
-        types[ids == config.video_token_id] = _VIDEO
+        types = self._types(ids)
         inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if "mm_token_type_ids" in inspect.signature(self.reference.forward).parameters:
             inputs["mm_token_type_ids"] = types
@@ -224,10 +232,14 @@ class VideoModel:
 
     def _with_video(self, text: str, video: Video, grid: list[int]) -> str:
         """Replaces the first video's placeholder in the text with its tokens."""
-        # Marked, so that a video's own tokens are not taken for the next video's placeholder.
-        rows = "<|video_row|>" * (grid[1] * grid[2] // self.merge**2)
+        rows = _ROW * (grid[1] * grid[2] // self.merge**2)
         if self.has_clock:
             written = text.replace("<|video_pad|>", rows * grid[0], 1)
+        elif self.is_glm:
+            times = [2 * pair / video.fps for pair in range(grid[0])]
+            names = [f"{time:.1f} seconds" if self.name == "glm46v" else str(int(time)) for time in times]
+            said = [f"<|begin_of_image|>{rows}<|end_of_image|>{name}" for name in names]
+            written = text.replace("<|video|>", "".join(said), 1)
         else:
             said = []
             for pair in range(grid[0]):
@@ -235,7 +247,27 @@ class VideoModel:
                 said.append(f"<{sum(times) / 2 / video.fps:.1f} seconds><|vision_start|>{rows}<|vision_end|>")
             written = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "".join(said), 1)
         assert written != text
-        return written if "<|video_pad|>" in written else written.replace("<|video_row|>", "<|video_pad|>")
+        return written
+
+    def _types(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns whether each token belongs to text, an image or a video."""
+        config = self.reference.config
+        types = torch.zeros_like(ids)
+        types[ids == config.image_token_id] = _IMAGE
+        types[ids == config.video_token_id] = _VIDEO
+        if self.is_glm:
+            begun, ended = (
+                (ids == token).cumsum(1) for token in (config.video_start_token_id, config.video_end_token_id)
+            )
+            types[(types == _IMAGE) & (begun > ended)] = _VIDEO
+        return types
+
+    def _placeholder_masks(
+        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns which elements of the embeddings belong to images and to videos."""
+        types = self._types(input_ids)[..., None].expand_as(inputs_embeds)
+        return types == _IMAGE, types == _VIDEO
 
     def _step(self, video: Video) -> float:
         """Returns the step on the time axis between pairs."""

@@ -93,8 +93,23 @@ def test_the_folders_settings_win_over_the_familys_and_null_means_unset() -> Non
         factor=FACTOR,
         has_frame_cap=False,
         max_video_tokens=100,
+        frame_cap=None,
         pixels={},
     )
+
+
+def test_the_largest_pair_is_bounded_by_the_cap_of_a_frame() -> None:
+    def capped(num_rows: int | None) -> VideoModel:
+        cap = None if num_rows is None else num_rows * FACTOR**2
+        return model(replace(RULE, frame_cap=lambda _source: cap), max_pixels=2000 * FACTOR**2)
+
+    assert [capped(num_rows).most_rows for num_rows in (None, 500, 3000)] == [1000, 500, 1000]
+
+
+def test_a_pair_may_have_the_time_of_its_first_frame() -> None:
+    rule = replace(RULE, surrounding_text=lambda seconds: ("", f"<{seconds:.2f}>"), timed_frame=lambda first, _: first)
+    shapes = model(rule).shapes((FACTOR, FACTOR), num_frames=3, fps=4.0)
+    assert [shape.parts for shape in shapes] == [(1, "<0.00>"), (1, "<0.50>")]
 
 
 def test_the_share_of_a_frame_is_never_below_the_least() -> None:
