@@ -71,7 +71,7 @@ class DenseAttention:
 
         Returns [num_images, num_tokens, num_heads, head_dim], or None for tensors that the C++ function does not take.
         """
-        if not _is_taken(queries, keys, values):
+        if not _is_taken(queries, keys, values) or scale <= 0:
             return None
         num_images, num_heads, num_tokens, head_dim = queries.shape
         output = torch.empty((num_images, num_tokens, num_heads, head_dim), dtype=queries.dtype)

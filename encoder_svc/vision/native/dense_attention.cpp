@@ -164,10 +164,12 @@ class DenseAttention {
     Floats tops = load_floats(scores);
     for (int64_t c = kLanes; c < num_columns_; c += kLanes) tops = larger(load_floats(scores + c), tops);
     const float scale = shape_.scale * kLog2OfE;
-    const float top = largest_lane(tops) * scale;
+    const float top = largest_lane(tops);
     Floats total{};
     for (int64_t c = 0; c < num_columns_; c += kLanes) {
-      const Floats weight = exp2_of_negative<Type::kIsRough>(load_floats(scores + c) * scale - top);
+      // Subtracting first gives exactly 0 for the largest score. Behind the product, which is rounded or not, it would
+      // not, and huge scores would give weights beyond 1.
+      const Floats weight = exp2_of_negative<Type::kIsRough>((load_floats(scores + c) - top) * scale);
       total += weight;
       Type::store_left(weights + c, weight);
     }

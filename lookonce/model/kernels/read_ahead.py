@@ -22,7 +22,7 @@ _PIECE_BYTES = 512 << 10
 def read_ahead(tensors: Iterable[Tensor]) -> None:
     """Asks for the tensors that lie in mapped files. Does not wait, and changes nothing for tensors in memory.
 
-    The system drops requests for which it has no memory.
+    The system drops requests for which it has no memory. The rest of a tensor for which it refuses one is left out.
     """
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is None:
@@ -32,4 +32,5 @@ def read_ahead(tensors: Iterable[Tensor]) -> None:
         stop = address + num_bytes
         for start in range(address // mmap.PAGESIZE * mmap.PAGESIZE, stop if num_bytes else 0, _PIECE_BYTES):
             piece = min(_PIECE_BYTES, stop - start)
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(piece), mmap.MADV_WILLNEED)
+            if advise(ctypes.c_void_p(start), ctypes.c_size_t(piece), mmap.MADV_WILLNEED):
+                break

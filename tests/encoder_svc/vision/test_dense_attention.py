@@ -27,7 +27,7 @@ from tests.tiny_families import FAMILIES
 Folders = Callable[[str], pathlib.Path]
 # Families whose towers have masks, groups of query heads or a Q-Former.
 WITH_MASKS = {
-    "aria", "deepseek_ocr2", "exaone4_5", "granite4_vision", "idefics2", "idefics3", "lighton_ocr", "mistral3",
+    "aria", "deepseek_ocr2", "exaone4_5", "gemma4", "gemma4_moe", "granite4_vision", "idefics2", "idefics3", "lighton_ocr", "mistral3",
     "pixtral", "smolvlm",
 }  # fmt: skip
 # Towers that compute attention in their own code.
@@ -136,6 +136,21 @@ def test_an_image_has_the_same_bits_alone_and_beside_others_with_any_number_of_t
             assert torch.equal(alone[0], together[image])
     finally:
         torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("gain", [1e4, 1e9, 1e17])
+def test_huge_scores_give_the_value_of_the_largest(native: DenseAttention, gain: float, dtype: torch.dtype) -> None:
+    parts = heads((2, 3, 45, 64), dtype, gain=gain)
+    parts[2] = parts[2] / gain
+    found = native.attend(*parts, scale=0.3)
+    assert found is not None
+    torch.testing.assert_close(found, sdpa(parts, 0.3), rtol=2e-2, atol=2e-2)
+
+
+def test_a_scale_that_is_not_positive_is_left_to_pytorch(native: DenseAttention) -> None:
+    for scale in (0.0, -0.5):
+        assert native.attend(*heads((1, 2, 13, 32), torch.float32), scale=scale) is None
 
 
 def test_values_that_are_not_finite_stay_visible(native: DenseAttention) -> None:
