@@ -1,8 +1,8 @@
-"""How fast is a gated delta net layer at single tokens, with our kernel and without? `--help` lists the options.
+"""How fast is a gated delta net layer, with our kernel and without? `--help` lists the options.
 
-One recurrent layer of Qwen3.5's sizes with random weights computes one token of each sequence, from states in a pool.
-Each round computes the same tokens with both forms, in turns. Without our kernel, transformers' recurrent form reads
-and writes the states.
+One recurrent layer of Qwen3.5's sizes with random weights computes one token of each sequence, or a prompt, from states in
+a pool. Each round computes the same tokens with both forms, in turns. Without our kernel, transformers' recurrent and
+chunked forms read and write the states.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One number of sequences: the time of each round by form of the layer, seconds."""
+    """One kind of step: the time of each round by form of the layer, seconds."""
 
     dtype: str
     num_sequences: int
+    # New tokens of each sequence.
+    num_tokens: int
     layer_s: dict[str, list[float]]
 
     @property
@@ -53,39 +55,44 @@ def main(given: Sequence[str] | None = None) -> None:
     """Measures every cell, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=21, help="per cell (default: %(default)s)")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32], help="with one token each")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 1024], help="tokens of a single sequence")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(_DTYPES))
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     config = Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"], hidden_size=1024)
     if arguments.quick:
-        arguments.rounds, arguments.sequences, arguments.dtypes = 1, [2], ["float32"]
+        arguments.rounds, arguments.sequences, arguments.prompts, arguments.dtypes = 1, [2], [5], ["float32"]
         config.linear_num_key_heads, config.linear_num_value_heads = 1, 2
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     with torch.inference_mode():
         cells = [
-            _cell(config, dtype, num_sequences, arguments.rounds)
+            _cell(config, dtype, *step, arguments.rounds)
             for dtype in arguments.dtypes
-            for num_sequences in arguments.sequences
+            for step in [
+                *((number, 1) for number in arguments.sequences),
+                *((1, length) for length in arguments.prompts),
+            ]
         ]
     figures = {"cells": [asdict(cell) for cell in cells]}
     report.publish(_NAME, figures, section(config, cells), is_quick=arguments.quick)
 
 
-def _cell(config: Qwen3_5TextConfig, dtype: str, num_sequences: int, num_rounds: int) -> Cell:
+def _cell(config: Qwen3_5TextConfig, dtype: str, num_sequences: int, num_tokens: int, num_rounds: int) -> Cell:
     native = NativeDeltaStep(load_library(SOURCES), torch.get_num_threads())
-    layers = {form: _layer(config, _DTYPES[dtype], num_sequences, step) for form, step in _steps(native).items()}
-    cell = Cell(dtype, num_sequences, {form: [] for form in layers})
+    lengths = (num_tokens,) * num_sequences
+    layers = {form: _layer(config, _DTYPES[dtype], lengths, step) for form, step in _steps(native).items()}
+    cell = Cell(dtype, num_sequences, num_tokens, {form: [] for form in layers})
     for number in range(num_rounds + 1):
         generator = torch.Generator().manual_seed(number)
-        inputs = torch.randn(1, num_sequences, config.hidden_size, generator=generator).to(_DTYPES[dtype])
+        inputs = torch.randn(1, sum(lengths), config.hidden_size, generator=generator).to(_DTYPES[dtype])
         for form in sorted(layers, reverse=number % 2 == 1):
             started_s = time.perf_counter()
             layers[form](inputs)
             # The first round is for the caches.
             if number:
                 cell.layer_s[form].append(time.perf_counter() - started_s)
-    print(dtype, num_sequences, round(statistics.median(cell.ratios), 2), flush=True)
+    print(dtype, num_sequences, num_tokens, round(statistics.median(cell.ratios), 2), flush=True)
     return cell
 
 
@@ -93,8 +100,9 @@ def _steps(native: NativeDeltaStep) -> dict[str, DeltaStep | None]:
     return {_WITHOUT: None, _OURS: native}
 
 
-def _layer(config: Qwen3_5TextConfig, dtype: torch.dtype, num_sequences: int, step: DeltaStep | None) -> Layer:
-    """Returns a layer that computes the second token of each sequence."""
+def _layer(config: Qwen3_5TextConfig, dtype: torch.dtype, lengths: Sequence[int], step: DeltaStep | None) -> Layer:
+    """Returns a layer that computes so many tokens of each sequence, behind the first one."""
+    num_sequences = len(lengths)
     torch.manual_seed(0)
     module = Qwen3_5GatedDeltaNet(config, 0).to(dtype)
     recurrent = RecurrentLayers(
@@ -102,10 +110,10 @@ def _layer(config: Qwen3_5TextConfig, dtype: torch.dtype, num_sequences: int, st
     )
     recurrent.allocate(num_sequences, 0, torch.device("cpu"))
     metadata = AttentionMetadata(
-        full=BlockMetadata(torch.arange(num_sequences), (), ()),
+        full=BlockMetadata(torch.arange(sum(lengths)), (), ()),
         sliding=None,
-        query_lens=(1,) * num_sequences,
-        kv_lens=(2,) * num_sequences,
+        query_lens=tuple(lengths),
+        kv_lens=tuple(1 + length for length in lengths),
         mutual_spans=((),) * num_sequences,
         is_mutual_beyond_window=False,
         states=tuple(StateUse(slot, None, ()) for slot in range(num_sequences)),
@@ -126,15 +134,16 @@ def section(config: Qwen3_5TextConfig, cells: Sequence[Cell]) -> str:
         (
             cell.dtype,
             cell.num_sequences,
+            cell.num_tokens,
             *(f"{1000 * statistics.median(cell.layer_s[form]):.2f} ms" for form in (_WITHOUT, _OURS)),
             f"{statistics.median(cell.ratios):.2f}",
             f"{min(cell.ratios):.2f} … {max(cell.ratios):.2f}",
         )
         for cell in cells
     ]
-    head = ["dtype", "sequences", "without our kernel", "with", "without ÷ with", "least … most"]
+    head = ["dtype", "sequences", "tokens of each", "without our kernel", "with", "without ÷ with", "least … most"]
     return (
-        f"## {_NAME}\n\nHow fast is a gated delta net layer at one token of each sequence? Hidden size "
+        f"## {_NAME}\n\nHow fast is a gated delta net layer, for single tokens and for a prompt? Hidden size "
         f"{config.hidden_size}, {config.linear_num_value_heads} states of {config.linear_key_head_dim} × "
         f"{config.linear_value_head_dim}.\nGoal: our kernel is faster.\n\n{report.table(head, rows)}\n\n"
         f"{len(cells[0].ratios)} interleaved rounds with different tokens, medians. The projections are PyTorch's in "

@@ -1,4 +1,4 @@
-"""Single tokens of gated delta net layers by our kernel (native/delta_net.cpp)."""
+"""Steps of gated delta net layers by our kernel (native/delta_net.cpp)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.recurrent.state_pools import MatrixPlaces
+from decoder_svc.runner.cpu.attention import DTYPE_NAMES
+from decoder_svc.runner.recurrent.state_pools import StepPlaces
 from lookonce.model.kernels.native_library import NativeLibrary
 
 # A row of a state must be whole vectors.
@@ -18,44 +19,72 @@ class _DeltaStep(ctypes.Structure):
     """The structure of the same name in delta_net.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mixed", "decay", "beta", "matrices", "sources", "targets", "output")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "windows", "filter", "kept", "beta", "matrices")),
+        *((name, ctypes.c_void_p) for name in ("sources", "targets", "first_tokens", "first_snapshots")),
+        *((name, ctypes.c_void_p) for name in ("snapshot_tokens", "snapshot_states", "left_windows", "output")),
         *(
             (name, ctypes.c_int64)
-            for name in ("num_sequences", "num_key_heads", "num_value_heads", "key_dim", "value_dim")
+            for name in ("num_sequences", "num_key_heads", "num_value_heads", "key_dim", "value_dim", "window")
         ),
     )
 
 
 class NativeDeltaStep:
-    """Computes one token of each sequence (DeltaStep)."""
+    """Computes the new tokens of all sequences of a step (DeltaStep)."""
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
-        self._function = library.function("lookonce_delta_step")
+        self._library = library
         self._num_threads = num_threads
 
-    def can_compute(self, key_dim: int, value_dim: int) -> bool:
-        """Whether the heads of a layer have a size for which there is a kernel."""
-        return key_dim > 0 and value_dim % LANES == 0
+    def can_compute(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel for heads of this size, and inputs of this type."""
+        return key_dim > 0 and value_dim % LANES == 0 and dtype in DTYPE_NAMES
 
-    def __call__(self, mixed: Tensor, decay: Tensor, beta: Tensor, places: MatrixPlaces, num_key_heads: int) -> Tensor:
-        """Changes the states in place, and returns `[num_sequences, value_heads, value_dim]`, float32."""
-        mixed, decay, beta = (one.float().contiguous() for one in (mixed, decay, beta))
+    def __call__(
+        self,
+        mixed: Tensor,
+        windows: Tensor,
+        filters: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        places: StepPlaces,
+        num_key_heads: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Implements DeltaStep.__call__."""
+        mixed, windows = mixed.contiguous(), windows.contiguous()
+        filters, kept, beta = (one.float().contiguous() for one in (filters, decay.float().exp().T, beta.T))
         _, num_value_heads, key_dim, value_dim = places.matrices.shape
-        output = torch.empty((len(mixed), num_value_heads, value_dim), dtype=torch.float32)
-        assert mixed.shape[1] == 2 * num_key_heads * key_dim + num_value_heads * value_dim, "queries, keys and values"
+        (num_sequences, num_inputs, num_channels), num_snapshots = windows.shape, len(places.snapshot_states)
+        assert num_channels == 2 * num_key_heads * key_dim + num_value_heads * value_dim, "queries, keys and values"
+        assert mixed.shape[1] == num_channels
+        assert kept.shape == beta.shape
+        assert len(mixed) == len(decay) == places.first_tokens[-1]
+        assert windows.dtype == mixed.dtype
+        assert filters.shape == (num_inputs + 1, num_channels)
+        left = torch.empty((num_sequences + num_snapshots, num_inputs, num_channels), dtype=mixed.dtype)
+        output = torch.empty((num_value_heads, len(mixed), value_dim), dtype=torch.float32)
         step = _DeltaStep(
             mixed=mixed.data_ptr(),
-            decay=decay.data_ptr(),
+            windows=windows.data_ptr(),
+            filter=filters.data_ptr(),
+            kept=kept.data_ptr(),
             beta=beta.data_ptr(),
             matrices=places.matrices.data_ptr(),
             sources=places.sources.data_ptr(),
             targets=places.targets.data_ptr(),
+            first_tokens=places.first_tokens.data_ptr(),
+            first_snapshots=places.first_snapshots.data_ptr(),
+            snapshot_tokens=places.snapshot_tokens.data_ptr(),
+            snapshot_states=places.snapshot_states.data_ptr(),
+            left_windows=left.data_ptr(),
             output=output.data_ptr(),
-            num_sequences=len(mixed),
+            num_sequences=num_sequences,
             num_key_heads=num_key_heads,
             num_value_heads=num_value_heads,
             key_dim=key_dim,
             value_dim=value_dim,
+            window=num_inputs,
         )
-        self._function(ctypes.byref(step), ctypes.c_int64(self._num_threads))
-        return output
+        function = self._library.function(f"lookonce_delta_step_{DTYPE_NAMES[mixed.dtype]}")
+        function(ctypes.byref(step), ctypes.c_int64(self._num_threads))
+        return output.transpose(0, 1), left

@@ -1,14 +1,15 @@
 """Gated delta net layers (arXiv:2412.06464) on the sequences of a step, in place of the modules' own `forward`.
 
-Projections run on all tokens of the step at once. Chunks of prompts then run one by one through transformers' chunked
-form, and single tokens all together through its recurrent form, each from its own state.
+Projections run on all tokens of the step at once. A kernel of the device then computes all tokens, each sequence from
+its own state. Where there is none, chunks of prompts run one by one through transformers' chunked form, and single
+tokens all together through its recurrent form.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from decoder_svc.runner.attention import AttentionMetadata, current_step
-from decoder_svc.runner.recurrent.state_pools import LayerState, MatrixPlaces, StatePool, StateShape
+from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape, StepPlaces
 from decoder_svc.scheduling.scheduler_output import StateUse
+from lookonce.model.kernels.activation import Activation, activation_of
 
 LAYER_TYPE = "linear_attention"
 # The name of the module in a layer.
@@ -32,19 +34,30 @@ def recurrent_layers(text: Any) -> frozenset[int]:
 
 
 class DeltaStep(Protocol):
-    """A kernel for one token of each of several sequences."""
+    """A kernel for the new tokens of several sequences."""
 
-    def can_compute(self, key_dim: int, value_dim: int) -> bool:
-        """Whether it computes heads of this size."""
+    def can_compute(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+        """Whether it computes heads of this size, from inputs of this type."""
         ...
 
-    def __call__(self, mixed: Tensor, decay: Tensor, beta: Tensor, places: MatrixPlaces, num_key_heads: int) -> Tensor:
-        """Changes the states in place, and returns `[num_sequences, value_heads, value_dim]`, float32.
+    def __call__(
+        self,
+        mixed: Tensor,
+        windows: Tensor,
+        filters: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        places: StepPlaces,
+        num_key_heads: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Changes the matrices in place. Returns outputs `[num_tokens, value_heads, value_dim]`, float32, and windows.
 
-        `mixed` has the queries, keys and values of all heads, `[num_sequences, channels]`; `decay`, natural logarithms,
-        and `beta` are `[num_sequences, value_heads]`.
+        `mixed` has the queries, keys and values of all heads in front of the convolution, `[num_tokens, channels]`, and
+        `windows` the inputs in front of each sequence's tokens, `[num_sequences, kernel_size - 1, channels]`. `filters`
+        is `[kernel_size, channels]`; `decay`, natural logarithms, and `beta` are `[num_tokens, value_heads]`. The
+        returned windows are those of the sequences, then of the snapshots.
         """
-        ...
+        ...  # fmt: skip
 
 
 class RecurrentLayers:
@@ -53,7 +66,7 @@ class RecurrentLayers:
     def __init__(self, text_model: Any, dtype: torch.dtype, step: DeltaStep | None = None) -> None:
         """Replaces the `forward` of the layers' modules in place.
 
-        `step` computes single tokens where it can; otherwise transformers' recurrent form does.
+        `step` computes the tokens where it can; otherwise transformers' functions do.
         """
         self._pools: Mapping[int, StatePool] = {
             layer: _install(getattr(text_model.layers[layer], _CHILD), dtype, step)
@@ -82,14 +95,21 @@ def _install(module: Any, dtype: torch.dtype, step: DeltaStep | None) -> StatePo
     return pool
 
 
+def _can_compute(step: DeltaStep, module: Any, dtype: torch.dtype) -> bool:
+    """Whether a kernel computes a module: it knows no bias of the convolution, and one activation."""
+    is_known = module.conv1d.bias is None and activation_of(ACT2FN[module.activation]) is Activation.SILU
+    return is_known and step.can_compute(module.head_k_dim, module.head_v_dim, dtype)
+
+
 class _DeltaNet:
     """The `forward` of one layer's module."""
 
     def __init__(self, module: Any, pool: StatePool, step: DeltaStep | None) -> None:
         self._module = module
         self._pool = pool
-        sizes = module.head_k_dim, module.head_v_dim
-        self._native = step if step is not None and step.can_compute(*sizes) else None
+        self._native = step if step is not None and _can_compute(step, module, pool.shape.dtype) else None
+        # [kernel_size, channels]
+        self._filters = module.conv1d.weight[:, 0].T.float().contiguous()
         home = sys.modules[type(module).__module__]
         # Without the kernels of other packages, which transformers would use if they are installed.
         self._chunked: Callable[..., Any] = inspect.unwrap(home.torch_chunk_gated_delta_rule)
@@ -103,11 +123,26 @@ class _DeltaNet:
         gate = module.in_proj_z(hidden_states)[0].unflatten(-1, (-1, module.head_v_dim))
         beta = module.in_proj_b(hidden_states)[0].sigmoid()
         decay = -module.A_log.float().exp() * F.softplus(module.in_proj_a(hidden_states)[0].float() + module.dt_bias)
-        attended = torch.empty_like(gate)
-        self._single_tokens(metadata, mixed, beta, decay, attended)
-        self._chunks(metadata, mixed, beta, decay, attended)
+        if self._native is not None:
+            attended = self._by_kernel(self._native, metadata, mixed, beta, decay).to(gate.dtype)
+        else:
+            attended = torch.empty_like(gate)
+            self._single_tokens(metadata, mixed, beta, decay, attended)
+            self._chunks(metadata, mixed, beta, decay, attended)
         normed = module.norm(attended.flatten(0, 1), gate.flatten(0, 1))
         output: Tensor = module.out_proj(normed.view(1, len(mixed), -1))
+        return output
+
+    def _by_kernel(
+        self, kernel: DeltaStep, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor
+    ) -> Tensor:
+        """Computes all sequences, `[num_tokens, heads, value_dim]`, float32."""
+        uses, lengths = metadata.states, metadata.query_lens
+        starts = [kv_len - length for kv_len, length in zip(metadata.kv_lens, lengths, strict=True)]
+        windows = self._pool.read_windows(uses, starts).transpose(1, 2)
+        places = self._pool.step_places(uses, starts, lengths)
+        output, left = kernel(mixed, windows, self._filters, decay, beta, places, self._module.num_k_heads)
+        self._pool.write_left_windows(places, left)
         return output
 
     def _single_tokens(
@@ -128,24 +163,16 @@ class _DeltaNet:
         # Summed up here: the result of PyTorch's convolution may depend on the number of sequences.
         products = inputs.float() * self._module.conv1d.weight[:, 0].float()
         convolved = products.sum(-1).to(mixed.dtype)
-        attended[tokens] = self._step(uses, starts, convolved, beta[tokens], decay[tokens]).to(attended.dtype)
+        matrices = self._pool.read_matrices(uses, starts)
+        output, after = self._rule(
+            self._recurrent, convolved[:, None], beta[tokens][:, None], decay[tokens][:, None], matrices
+        )
+        self._pool.write_matrices(uses, after)
+        attended[tokens] = output[:, 0].to(attended.dtype)
         self._pool.write_windows(uses, inputs[:, :, 1:])
         for use in uses:
             for _, snapshot in use.taken:
                 self._pool.take_snapshot(use, snapshot)
-
-    def _step(
-        self, uses: Sequence[StateUse], starts: Sequence[int], convolved: Tensor, beta: Tensor, decay: Tensor
-    ) -> Tensor:
-        """Computes one token of each sequence, `[num_sequences, heads, value_dim]`, and changes the matrices."""
-        if self._native is not None:
-            activated = ACT2FN[self._module.activation](convolved)
-            places = self._pool.matrix_places(uses, starts)
-            return self._native(activated, decay, beta, places, self._module.num_k_heads)
-        matrices = self._pool.read_matrices(uses, starts)
-        output, after = self._rule(self._recurrent, convolved[:, None], beta[:, None], decay[:, None], matrices)
-        self._pool.write_matrices(uses, after)
-        return output[:, 0]
 
     def _chunks(
         self, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor, attended: Tensor

@@ -7,8 +7,9 @@ step write the same state, and none writes a snapshot that another one reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,15 +45,22 @@ class LayerState:
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixPlaces:
-    """The places of several sequences' recurrent matrices in their pool."""
+class StepPlaces:
+    """The places of a step's states in their pool, int64 except for the pool itself."""
 
     # [num_states, heads, key_dim, value_dim], float32.
     matrices: Tensor
-    # State that each sequence begins with, int64; negative: it begins with zeros.
+    # State that each sequence begins with; negative: it begins with zeros.
     sources: Tensor
-    # State that each sequence leaves, int64.
+    # State that each sequence leaves.
     targets: Tensor
+    # First token of each sequence in the step, and the number of tokens at the end.
+    first_tokens: Tensor
+    # First snapshot of each sequence, and the number of snapshots at the end.
+    first_snapshots: Tensor
+    # Per snapshot: the number of its sequence's new tokens that it has seen, ascending in a sequence, and its state.
+    snapshot_tokens: Tensor
+    snapshot_states: Tensor
 
 
 class StatePool:
@@ -82,10 +90,31 @@ class StatePool:
         """Returns copies of the windows alone, `[num_sequences, channels, kernel_size - 1]`."""
         return self._copies(self._windows, uses, starts)
 
-    def matrix_places(self, uses: Sequence[StateUse], starts: Sequence[int]) -> MatrixPlaces:
-        """Returns where the matrices are, for a kernel that changes them in place."""
+    def step_places(self, uses: Sequence[StateUse], starts: Sequence[int], lengths: Sequence[int]) -> StepPlaces:
+        """Returns where the states of a step are, for a kernel that changes the matrices in place.
+
+        `starts` are the indexes of the sequences' first new tokens, `lengths` the numbers of new tokens.
+        """
         sources = [-1 if _is_new(use, start) else self._begin(use) for use, start in zip(uses, starts, strict=True)]
-        return MatrixPlaces(self._matrices, torch.tensor(sources), torch.tensor([use.slot for use in uses]))
+        taken = [sorted(use.taken) for use in uses]
+        seen = [tokens - start for each, start in zip(taken, starts, strict=True) for tokens, _ in each]
+
+        def integers(values: Iterable[int]) -> Tensor:
+            return torch.tensor([*values], dtype=torch.int64)
+
+        return StepPlaces(
+            self._matrices,
+            sources=integers(sources),
+            targets=integers(use.slot for use in uses),
+            first_tokens=integers(accumulate(lengths, initial=0)),
+            first_snapshots=integers(accumulate(map(len, taken), initial=0)),
+            snapshot_tokens=integers(seen),
+            snapshot_states=integers(self._num_slots + snapshot for each in taken for _, snapshot in each),
+        )
+
+    def write_left_windows(self, places: StepPlaces, windows: Tensor) -> None:
+        """Stores windows `[num_sequences + num_snapshots, kernel_size - 1, channels]` in a step's states."""
+        self._windows[torch.cat((places.targets, places.snapshot_states))] = windows.transpose(1, 2)
 
     def write(self, uses: Sequence[StateUse], state: LayerState) -> None:
         """Stores the states of running requests."""

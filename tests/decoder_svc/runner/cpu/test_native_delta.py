@@ -1,11 +1,15 @@
-"""Single tokens of gated delta nets by our kernel: transformers' recurrent form, in any batch, from any state."""
+"""Gated delta nets by our kernel: transformers' recurrent form, from any state, with any division of tokens."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,83 +23,182 @@ from lookonce.model.kernels.native_library import load_library
 
 pytestmark = pytest.mark.usefixtures("library")
 
-NUM_SLOTS, NUM_SNAPSHOTS = 6, 3
+NUM_SLOTS, NUM_SNAPSHOTS = 6, 4
+WINDOW = 3
 
 
-def step(num_threads: int = 2) -> NativeDeltaStep:
-    return NativeDeltaStep(load_library(SOURCES), num_threads)
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer."""
+
+    num_key_heads: int
+    group: int
+    key_dim: int
+    num_vectors: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_key_heads * self.group
+
+    @property
+    def value_dim(self) -> int:
+        return 16 * self.num_vectors
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of channels of queries, keys and values."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_heads * self.value_dim
 
 
-def pool(heads: int, key_dim: int, value_dim: int, seed: int) -> StatePool:
-    made = StatePool(StateShape((heads, key_dim, value_dim), (4, 3), torch.float32))
-    made.allocate(NUM_SLOTS, NUM_SNAPSHOTS, torch.device("cpu"))
-    made._matrices.copy_(torch.randn(made._matrices.shape, generator=torch.Generator().manual_seed(seed)))
-    return made
+@dataclass(frozen=True)
+class Tokens:
+    """Inputs of tokens."""
+
+    mixed: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return Tokens(self.mixed[part], self.decay[part], self.beta[part])
 
 
-def reference(mixed: Tensor, decay: Tensor, beta: Tensor, states: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor]:
-    _, num_value_heads, key_dim, value_dim = states.shape
-    sizes = (num_key_heads * key_dim, num_key_heads * key_dim, num_value_heads * value_dim)
-    query, key, value = mixed[:, None].split(sizes, dim=-1)
-    output, after = torch_recurrent_gated_delta_rule(
-        query.unflatten(-1, (-1, key_dim)),
-        key.unflatten(-1, (-1, key_dim)),
-        value.unflatten(-1, (-1, value_dim)),
-        g=decay[:, None],
-        beta=beta[:, None],
-        initial_state=states,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    return output[:, 0], after
+def tokens(sizes: Sizes, number: int, seed: int, dtype: torch.dtype = torch.float32) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(number, sum(sizes.parts), generator=generator).to(dtype)
+    decay = -torch.rand(number, sizes.num_heads, generator=generator) * 3
+    return Tokens(mixed, decay, torch.rand(number, sizes.num_heads, generator=generator))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+class Layer:
+    """The kernel with random filters and states."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> None:
+        self.sizes = sizes
+        shape = StateShape((sizes.num_heads, sizes.key_dim, sizes.value_dim), (sum(sizes.parts), WINDOW), dtype)
+        self.pool = StatePool(shape)
+        self.pool.allocate(NUM_SLOTS, NUM_SNAPSHOTS, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(1)
+        for states in (self.pool._matrices, self.pool._windows):
+            states.copy_(torch.randn(states.shape, generator=generator))
+        self.filters = torch.randn(WINDOW + 1, sum(sizes.parts), generator=generator)
+        self._kernel = NativeDeltaStep(load_library(SOURCES), num_threads)
+
+    def run(
+        self, given_tokens: Tokens, uses: Sequence[StateUse], starts: Sequence[int], lengths: Sequence[int]
+    ) -> Tensor:
+        windows = self.pool.read_windows(uses, starts).transpose(1, 2)
+        places = self.pool.step_places(uses, starts, lengths)
+        output, left = self._kernel(
+            given_tokens.mixed,
+            windows,
+            self.filters,
+            given_tokens.decay,
+            given_tokens.beta,
+            places,
+            self.sizes.num_key_heads,
+        )
+        self.pool.write_left_windows(places, left)
+        return output
+
+    def reference(self, one: Tokens, window: Tensor, matrix: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Returns a sequence's outputs, its matrices after each token, and all inputs of the convolution."""
+        sizes = self.sizes
+        inputs = torch.cat([window.T, one.mixed])
+        convolved = sum(inputs[j : j + len(one.mixed)].float() * self.filters[j] for j in range(WINDOW + 1))
+        query, key, value = F.silu(convolved)[:, None, None].split(sizes.parts, dim=-1)
+        outputs, matrices = [], []
+        for index in range(len(one.mixed)):
+            output, matrix = torch_recurrent_gated_delta_rule(
+                query[index].unflatten(-1, (-1, sizes.key_dim)).repeat_interleave(sizes.group, 2),
+                key[index].unflatten(-1, (-1, sizes.key_dim)).repeat_interleave(sizes.group, 2),
+                value[index].unflatten(-1, (-1, sizes.value_dim)),
+                g=one.decay[index, None, None],
+                beta=one.beta[index, None, None],
+                initial_state=matrix,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+            outputs.append(output[0, 0])
+            matrices.append(matrix)
+        return torch.stack(outputs), matrices, inputs
+
+
+SIZES = st.builds(
+    Sizes,
     num_key_heads=st.integers(1, 3),
     group=st.integers(1, 3),
     key_dim=st.integers(1, 40),
     num_vectors=st.integers(1, 9),
-    seed=st.integers(0, 10_000),
 )
-def test_it_computes_transformers_recurrent_form(
-    num_key_heads: int, group: int, key_dim: int, num_vectors: int, seed: int
-) -> None:
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10_000))
+def test_it_computes_transformers_recurrent_form_behind_a_convolution(sizes: Sizes, seed: int) -> None:
     rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    heads, value_dim = num_key_heads * group, 16 * num_vectors
+    layer = Layer(sizes, num_threads=rng.choice((1, 2, 3)))
     slots = rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS))
-    uses = [StateUse(slot, rng.choice((None, None, *range(NUM_SNAPSHOTS))), ()) for slot in slots]
-    starts = [rng.choice((0, 5)) for _ in uses]
-    mixed = torch.randn(len(uses), 2 * num_key_heads * key_dim + heads * value_dim, generator=generator)
-    decay = -torch.rand(len(uses), heads, generator=generator) * 3
-    beta = torch.rand(len(uses), heads, generator=generator)
-    states = pool(heads, key_dim, value_dim, seed)
-    before = states._matrices.clone()
-    expected, after = reference(mixed, decay, beta, states.read_matrices(uses, starts), num_key_heads)
-    found = step(rng.choice((1, 2, 3)))(mixed, decay, beta, states.matrix_places(uses, starts), num_key_heads)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(states._matrices[slots], after, rtol=1e-4, atol=1e-4)
-    others = [index for index in range(len(before)) if index not in slots]
-    assert torch.equal(states._matrices[others], before[others]), "snapshots and other requests stay"
+    lengths = [rng.choice((1, 1, rng.randint(2, 9))) for _ in slots]
+    starts = [rng.choice((0, 5)) for _ in slots]
+    free = rng.sample(range(NUM_SNAPSHOTS), NUM_SNAPSHOTS)
+    uses = []
+    for slot, start, length in zip(slots, starts, lengths, strict=True):
+        loaded = free.pop() if len(free) > 1 and rng.random() < 0.3 else None
+        taken = [(start + rng.randint(1, length), free.pop())] if len(free) > 1 and rng.random() < 0.5 else []
+        uses.append(StateUse(slot, loaded, tuple(taken)))
+    given_tokens = tokens(sizes, sum(lengths), seed)
+    begun = layer.pool.read(uses, starts)
+    before = layer.pool._matrices.clone(), layer.pool._windows.clone()
+    found = layer.run(given_tokens, uses, starts, lengths)
+    changed = set()
+    first = 0
+    for index, (use, start, length) in enumerate(zip(uses, starts, lengths, strict=True)):
+        part = slice(first, first + length)
+        first += length
+        expected, matrices, inputs = layer.reference(
+            given_tokens[part], begun.windows[index], begun.matrices[index : index + 1]
+        )
+        assert torch.allclose(found[part], expected, rtol=1e-4, atol=1e-4)
+        for num_seen, state in [(length, use.slot), *((seen - start, NUM_SLOTS + to) for seen, to in use.taken)]:
+            changed.add(state)
+            assert torch.allclose(layer.pool._matrices[state], matrices[num_seen - 1][0], rtol=1e-4, atol=1e-4)
+            assert torch.equal(layer.pool._windows[state], inputs[num_seen : num_seen + WINDOW].T)
+    others = [index for index in range(NUM_SLOTS + NUM_SNAPSHOTS) if index not in changed]
+    for states, old in zip((layer.pool._matrices, layer.pool._windows), before, strict=True):
+        assert torch.equal(states[others], old[others]), "other requests and snapshots stay"
 
 
-def test_a_token_has_the_same_bits_in_any_batch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    num_key_heads, heads, key_dim, value_dim = 2, 4, 32, 80
-    mixed = torch.randn(NUM_SLOTS, 2 * num_key_heads * key_dim + heads * value_dim, generator=generator)
-    decay, beta = -torch.rand(NUM_SLOTS, heads, generator=generator), torch.rand(NUM_SLOTS, heads, generator=generator)
-    together, alone = pool(heads, key_dim, value_dim, 3), pool(heads, key_dim, value_dim, 3)
-    uses = [StateUse(slot, None, ()) for slot in range(NUM_SLOTS)]
-    starts = [5] * NUM_SLOTS
-    found = step(3)(mixed, decay, beta, together.matrix_places(uses, starts), num_key_heads)
-    for slot in range(NUM_SLOTS):
-        one = slice(slot, slot + 1)
-        places = alone.matrix_places(uses[one], [5])
-        assert torch.equal(step(1)(mixed[one], decay[one], beta[one], places, num_key_heads), found[one])
-    assert torch.equal(alone._matrices, together._matrices)
+@settings(max_examples=30, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10_000), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
+def test_a_token_has_the_same_bits_however_its_prompt_is_cut(sizes: Sizes, seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    number = rng.randint(1, 12)
+    given_tokens = tokens(sizes, number, seed, dtype)
+    whole, cut = Layer(sizes, dtype), Layer(sizes, dtype, num_threads=3)
+    expected = whole.run(given_tokens, [StateUse(2, None, ((number, 1),))], [0], [number])
+    stops = sorted({*(rng.randint(1, number) for _ in range(3)), number})
+    for start, stop in itertools.pairwise((0, *stops)):
+        # Another request is computed beside it.
+        beside = tokens(sizes, 2, seed + stop, dtype)
+        one = given_tokens[start:stop]
+        both = Tokens(
+            *(
+                torch.cat(pair)
+                for pair in ((beside.mixed, one.mixed), (beside.decay, one.decay), (beside.beta, one.beta))
+            )
+        )
+        uses = [StateUse(4, None, ()), StateUse(2, None, ((number, 1),) if stop == number else ())]
+        found = cut.run(both, uses, [7, start], [2, stop - start])
+        assert torch.equal(found[2:], expected[start:stop])
+    for state in (2, NUM_SLOTS + 1):
+        assert torch.equal(cut.pool._matrices[state], whole.pool._matrices[state])
+        assert torch.equal(cut.pool._windows[state], whole.pool._windows[state])
 
 
-def test_heads_without_whole_vectors_are_left_to_pytorch() -> None:
-    assert step().can_compute(8, 48)
-    assert not step().can_compute(8, 24)
+def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
+    kernel = NativeDeltaStep(load_library(SOURCES), 1)
+    assert kernel.can_compute(8, 48, torch.float32)
+    assert kernel.can_compute(8, 48, torch.bfloat16)
+    assert not kernel.can_compute(8, 24, torch.float32)
+    assert not kernel.can_compute(8, 48, torch.float16)
