@@ -1,8 +1,8 @@
 """How fast is a gated delta net layer, with our kernel and without? `--help` lists the options.
 
-One recurrent layer of Qwen3.5's sizes with random weights computes one token of each sequence, or a prompt, from states in
-a pool. Each round computes the same tokens with both forms, in turns. Without our kernel, transformers' recurrent and
-chunked forms read and write the states.
+One recurrent layer of Qwen3.5's sizes with random weights computes one token of each sequence, or a prompt, from states
+in a pool. Each round computes the same tokens with both forms, in turns. Without our kernel, transformers' recurrent
+and chunked forms read and write the states.
 """
 
 from __future__ import annotations
@@ -65,15 +65,9 @@ def main(given: Sequence[str] | None = None) -> None:
         arguments.rounds, arguments.sequences, arguments.prompts, arguments.dtypes = 1, [2], [5], ["float32"]
         config.linear_num_key_heads, config.linear_num_value_heads = 1, 2
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    steps = [(number, 1) for number in arguments.sequences] + [(1, length) for length in arguments.prompts]
     with torch.inference_mode():
-        cells = [
-            _cell(config, dtype, *step, arguments.rounds)
-            for dtype in arguments.dtypes
-            for step in [
-                *((number, 1) for number in arguments.sequences),
-                *((1, length) for length in arguments.prompts),
-            ]
-        ]
+        cells = [_cell(config, dtype, *step, arguments.rounds) for dtype in arguments.dtypes for step in steps]
     figures = {"cells": [asdict(cell) for cell in cells]}
     report.publish(_NAME, figures, section(config, cells), is_quick=arguments.quick)
 

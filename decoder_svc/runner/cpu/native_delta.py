@@ -50,7 +50,7 @@ class NativeDeltaStep:
         places: StepPlaces,
         num_key_heads: int,
     ) -> tuple[Tensor, Tensor]:
-        """Implements DeltaStep.__call__."""
+        """Implements DeltaStep.__call__ with one call of the kernel, on all threads."""
         mixed, windows = mixed.contiguous(), windows.contiguous()
         filters, kept, beta = (one.float().contiguous() for one in (filters, decay.float().exp().T, beta.T))
         _, num_value_heads, key_dim, value_dim = places.matrices.shape

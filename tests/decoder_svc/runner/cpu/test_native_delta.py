@@ -29,7 +29,7 @@ WINDOW = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer."""
+    """The numbers that make up the shape of a layer."""
 
     num_key_heads: int
     group: int
@@ -53,7 +53,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of tokens."""
+    """The inputs that some tokens of a sequence give to the kernel."""
 
     mixed: Tensor
     decay: Tensor
