@@ -67,7 +67,11 @@ def main(given: Sequence[str] | None = None) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     steps = [(number, 1) for number in arguments.sequences] + [(1, length) for length in arguments.prompts]
     with torch.inference_mode():
-        cells = [_cell(config, dtype, *step, arguments.rounds) for dtype in arguments.dtypes for step in steps]
+        cells = [
+            _cell(config, dtype, number, length, arguments.rounds)
+            for dtype in arguments.dtypes
+            for number, length in steps
+        ]
     figures = {"cells": [asdict(cell) for cell in cells]}
     report.publish(_NAME, figures, section(config, cells), is_quick=arguments.quick)
 
