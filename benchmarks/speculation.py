@@ -132,8 +132,8 @@ class ScriptedRunner(CPUModelRunner):
     # By request; those that are not here say what the model says.
     scripts: dict[RequestId, Script]
 
-    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, keeps_hidden: bool) -> Tensor:
-        logits = super()._forward(inputs, embedded, keeps_hidden=keeps_hidden)
+    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, needs_all_tokens: bool) -> Tensor:
+        logits = super()._forward(inputs, embedded, needs_all_tokens=needs_all_tokens)
         line = 0
         for request_id in inputs.flat.sampled_ids:
             row = self.batch[request_id]

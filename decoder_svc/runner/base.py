@@ -215,7 +215,7 @@ class ModelRunnerBase(ABC):
         text = self.model.config.get_text_config()
         sliding_layers = layers_with_window(text)
         full = next(layer for layer in range(text.num_hidden_layers) if layer not in sliding_layers)
-        heads = head_shape(text, full)
+        heads, is_mixed = head_shape(text, full), getattr(text, "is_heterogeneous", False)
         return KVCacheSpec(
             num_layers=text.num_hidden_layers,
             num_kv_heads=self.num_kv_heads or heads.num_kv_heads,
@@ -226,7 +226,7 @@ class ModelRunnerBase(ABC):
             window=text.sliding_window if sliding_layers else None,
             block_slots=self.backend.block_slots(self.config.block_size),
             recurrent_layers=recurrent_layers(text),
-            sliding_heads=head_shape(text, min(sliding_layers)) if getattr(text, "is_heterogeneous", False) else None,
+            sliding_heads=head_shape(text, min(sliding_layers)) if sliding_layers and is_mixed else None,
             key_sources=key_sources(text),
             is_rounded=self.config.rounds_kv_cache,
         )
@@ -407,7 +407,8 @@ class ModelRunnerBase(ABC):
             inputs = self.prepare_inputs(flat)
             embedded, likeliest = self._embed(inputs, chunks), None
             with self.hidden_states.keeping() if keeps_hidden else nullcontext():
-                logits = self._forward(inputs, embedded, keeps_hidden=keeps_hidden)
+                # Adapters are added to all tokens of the step.
+                logits = self._forward(inputs, embedded, needs_all_tokens=keeps_hidden or has_adapters)
             if keeps_hidden:
                 hidden = self.hidden_states.take()
                 embeddings = pooled(hidden, chunks, self.batch)
@@ -487,12 +488,12 @@ class ModelRunnerBase(ABC):
             first += chunk.num_tokens
         return placed
 
-    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, keeps_hidden: bool) -> Tensor:
+    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, needs_all_tokens: bool) -> Tensor:
         """Returns the logits of the sampled positions, `[num_sampled, vocab]`."""
         arguments = embedded.tokens, inputs.positions, inputs.sampled_indexes
         with forward_context(self.backend, inputs.metadata):
             if not (embedded.levels and embedded.row_indexes):
-                return self.language.logits(*arguments, inputs.token_ids, keeps_hidden=keeps_hidden)
+                return self.language.logits(*arguments, inputs.token_ids, needs_all_tokens=needs_all_tokens)
             rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
             has_row = torch.zeros(len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)
             levels = [level.index_select(0, rows) for level in embedded.levels]

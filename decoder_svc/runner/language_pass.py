@@ -79,11 +79,11 @@ class LanguagePass:
         sampled: Tensor | None,
         token_ids: Tensor | None = None,
         *,
-        keeps_hidden: bool = False,
+        needs_all_tokens: bool = False,
     ) -> Tensor:
         """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`.
 
-        A model with experts of images, or with per-layer inputs, needs `token_ids`. With `keeps_hidden`, all layers
+        A model with experts of images, or with per-layer inputs, needs `token_ids`. With `needs_all_tokens`, all layers
         compute all tokens.
         """
         arguments = self._arguments(embeddings, positions)
@@ -91,7 +91,7 @@ class LanguagePass:
             assert token_ids is not None, "per-layer inputs are looked up by token"
             self._add_layer_inputs(arguments, token_ids, self.padded_input_ids)
             text_model = getattr(self.model.model, text_child(self.model))
-            with computing_only(text_model, sampled if self.can_narrow and not keeps_hidden else None) as narrowing:
+            with computing_only(text_model, sampled if self.can_narrow and not needs_all_tokens else None) as narrowing:
                 hidden = text_model(**arguments).last_hidden_state[0]
             return self.logits_of(hidden if sampled is None else narrowing.wanted(hidden, sampled))
         if token_ids is not None and self.image_expert_ids is not None:

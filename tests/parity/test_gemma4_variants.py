@@ -19,6 +19,8 @@ def text_settings(rng: random.Random) -> dict[str, Any]:
     """Draws the layers, and what they have in common."""
     middle = [rng.choice(("sliding_attention", "full_attention")) for _ in range(rng.randint(1, 5))]
     kinds = ["sliding_attention", *middle, "full_attention"]
+    if rng.random() < 0.2:
+        kinds = ["full_attention"] * len(kinds)
     # Layers without keys need an earlier one of each type.
     shared = [number for number in range(len(kinds) - 1) if set(kinds[: len(kinds) - number]) == set(kinds)]
     settings = {

@@ -108,11 +108,11 @@ class LeadingPass:
         sampled: Tensor | None,
         token_ids: Tensor | None = None,
         *,
-        keeps_hidden: bool = False,
+        needs_all_tokens: bool = False,
     ) -> Tensor:
         """Calls LanguagePass.logits for the step that has begun."""
         with self._leader.forward(embeddings):
-            return self._language.logits(embeddings, positions, sampled, token_ids, keeps_hidden=keeps_hidden)
+            return self._language.logits(embeddings, positions, sampled, token_ids, needs_all_tokens=needs_all_tokens)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Calls LanguagePass.logits_of on all ranks, each for its part of the vocabulary."""

@@ -43,10 +43,10 @@ def test_logits_of_hidden_states_are_those_of_the_pass(
     runner, original = model.runner, model.runner._forward
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def forward(inputs: Any, embedded: Any, *, keeps_hidden: bool) -> torch.Tensor:
-        assert not keeps_hidden
+    def forward(inputs: Any, embedded: Any, *, needs_all_tokens: bool) -> torch.Tensor:
+        assert not needs_all_tokens
         with runner.hidden_states.keeping():
-            logits = original(inputs, embedded, keeps_hidden=True)
+            logits = original(inputs, embedded, needs_all_tokens=True)
         hidden = runner.hidden_states.take()[inputs.sampled_indexes]
         found.append((logits, runner.language.logits_of(hidden)))
         return logits
