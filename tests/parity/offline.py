@@ -42,6 +42,8 @@ from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models
 from tests.lookonce.store.entries import write
 
+# Requests that a session runs at a time unless a test says otherwise.
+NUM_SEQS = 32
 MAX_NEW_TOKENS = 8
 WORDS = "what colour is the small cat near a red boat and why do you see it".split()
 
@@ -155,7 +157,7 @@ class Session:
         num_blocks: int = 2000,
         cache_rows: int = 400,
         rows_arrive_after: int = 0,
-        max_num_seqs: int = 32,
+        max_num_seqs: int = NUM_SEQS,
         deterministic: bool = False,
         store: EmbeddingStore | None = None,
         speculation: SpeculationLimits = NO_SPECULATION,

@@ -33,7 +33,8 @@ def split(
     family: families.Conformance, size: int, on_loss: Callable[[], None]
 ) -> Iterator[tuple[offline.OfflineModel, RankProcesses]]:
     """Yields the family's model split over this process and `size` - 1 more."""
-    config = family.offline.runner.config
+    # The family is shared, and earlier sessions may have left another number in its configuration.
+    config = replace(family.offline.runner.config, max_num_seqs=offline.NUM_SEQS)
     processes = RankProcesses(size - 1, [str(config.folder), "1", "json", "info"])
     others = OtherRanks(processes.connections, on_loss=on_loss)
     try:

@@ -93,8 +93,11 @@ class StatePool:
     def step_places(self, uses: Sequence[StateUse], starts: Sequence[int], lengths: Sequence[int]) -> StepPlaces:
         """Returns where the states of a step are, for a kernel that changes the matrices in place.
 
-        `starts` are the indexes of the sequences' first new tokens, `lengths` the numbers of new tokens.
+        `starts` are the indexes of the sequences' first new tokens, `lengths` the numbers of new tokens. Raises
+        IndexError for a slot or a snapshot that the pool does not have: a kernel checks no bounds, and a slot behind the
+        last one would be a snapshot.
         """
+        self._check(uses)
         sources = [-1 if _is_new(use, start) else self._begin(use) for use, start in zip(uses, starts, strict=True)]
         taken = [sorted(use.taken) for use in uses]
         seen = [tokens - start for each, start in zip(taken, starts, strict=True) for tokens, _ in each]
@@ -138,6 +141,13 @@ class StatePool:
         """Stores the state of a single sequence as a snapshot."""
         self._matrices[self._num_slots + snapshot] = state.matrices[0]
         self._windows[self._num_slots + snapshot] = state.windows[0]
+
+    def _check(self, uses: Sequence[StateUse]) -> None:
+        num_snapshots = len(self._matrices) - self._num_slots
+        for use in uses:
+            snapshots = [snapshot for _, snapshot in use.taken] + ([] if use.loaded is None else [use.loaded])
+            if not 0 <= use.slot < self._num_slots or not all(0 <= each < num_snapshots for each in snapshots):
+                raise IndexError(f"{use} is outside of a pool of {self._num_slots} slots and {num_snapshots} snapshots")
 
     def _copies(self, states: Tensor, uses: Sequence[StateUse], starts: Sequence[int]) -> Tensor:
         found = states[torch.tensor([self._begin(use) for use in uses], device=states.device)]

@@ -124,11 +124,12 @@ class Layer:
         return torch.stack(outputs), matrices, inputs
 
 
+# A key of one number is scaled to 1 or -1, so that rounding decides where it is near 0.
 SIZES = st.builds(
     Sizes,
     num_key_heads=st.integers(1, 3),
     group=st.integers(1, 3),
-    key_dim=st.integers(1, 40),
+    key_dim=st.integers(4, 40),
     num_vectors=st.integers(1, 9),
 )
 
@@ -194,6 +195,21 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(sizes: Sizes, seed:
     for state in (2, NUM_SLOTS + 1):
         assert torch.equal(cut.pool._matrices[state], whole.pool._matrices[state])
         assert torch.equal(cut.pool._windows[state], whole.pool._windows[state])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        StateUse(NUM_SLOTS, None, ()),
+        StateUse(-1, None, ()),
+        StateUse(0, NUM_SNAPSHOTS, ()),
+        StateUse(0, None, ((3, NUM_SNAPSHOTS),)),
+    ],
+)
+def test_states_that_the_pool_does_not_have_are_refused(use: StateUse) -> None:
+    layer = Layer(Sizes(1, 1, 8, 1))
+    with pytest.raises(IndexError, match=f"a pool of {NUM_SLOTS} slots and {NUM_SNAPSHOTS} snapshots"):
+        layer.pool.step_places([use], [0], [3])
 
 
 def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
