@@ -94,8 +94,8 @@ class StatePool:
         """Returns where the states of a step are, for a kernel that changes the matrices in place.
 
         `starts` are the indexes of the sequences' first new tokens, `lengths` the numbers of new tokens. Raises
-        IndexError for a slot or a snapshot that the pool does not have: a kernel checks no bounds, and a slot behind the
-        last one would be a snapshot.
+        IndexError for a slot or a snapshot that the pool does not have: a kernel checks no bounds, and a slot behind
+        the last one would be a snapshot.
         """
         self._check(uses)
         sources = [-1 if _is_new(use, start) else self._begin(use) for use, start in zip(uses, starts, strict=True)]
