@@ -125,7 +125,7 @@ def compare_videos(family: ModuleType, processor_name: str, settings: Mapping[st
         frame_size = adapter.model.frame_size(*size, num_frames, None)
         options = ProcessorOptions(frame_size=frame_size)
         pairs = [frames[start : start + 2] for start in range(0, num_frames, 2)]
-        ours = torch.cat([adapter.pair_inputs(pair, options).pixel_values for pair in pairs])
+        ours = torch.cat([adapter.frame_inputs(pair, options).pixel_values for pair in pairs])
         if ours.shape != theirs["pixel_values_videos"].shape:
             raise ValueError(f"{family.NAME}: {tuple(ours.shape)} and {tuple(theirs['pixel_values_videos'].shape)}")
         scale = 255 * min(processor.image_std)

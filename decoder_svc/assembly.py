@@ -257,7 +257,7 @@ def _limits(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_rows_per_image=family.max_rows_per_image,
         max_num_seqs=settings.max_num_seqs,
-        max_images_per_prompt=settings.max_images_per_prompt + family.num_pairs(settings.max_video_frames_per_prompt),
+        max_images_per_prompt=settings.max_images_per_prompt + family.num_entries(settings.max_video_frames_per_prompt),
         block_size=block_size,
         configured_cache_rows=settings.encoder_cache_rows,
     )

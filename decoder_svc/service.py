@@ -340,6 +340,7 @@ def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
         encoder_target=settings.encoder_target or "",
         max_images_per_prompt=settings.max_images_per_prompt,
         max_video_frames=settings.max_video_frames_per_prompt if text.takes_videos else 0,
+        frames_per_entry=text.family.frames_per_entry if text.takes_videos else 0,
         max_message_bytes=settings.max_message_bytes,
         rows_depend_on_image_count=text.family.depends_on_image_count,
         tool_format="" if template is None or template.tool_format is None else template.tool_format.name,

@@ -61,8 +61,9 @@ class ServedModel:
     # gRPC target of the encoder, to which clients upload images; empty without an encoder.
     encoder_target: str
     max_images_per_prompt: int
-    # Most frames of all videos in one prompt; 0: the model takes no videos.
+    # Most frames of all videos in one prompt, and frames in an entry of the cache; 0: the model takes no videos.
     max_video_frames: int
+    frames_per_entry: int
     max_message_bytes: int
     # Whether an image's rows depend on the number of images in the prompt.
     rows_depend_on_image_count: bool
@@ -276,6 +277,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             model_type=model.model_type,
             image_placeholder=model.image_placeholder,
             max_video_frames=model.max_video_frames,
+            frames_per_entry=model.frames_per_entry,
             rows_depend_on_image_count=model.rows_depend_on_image_count,
             adapters=self._adapters.names,
             tool_format=model.tool_format,

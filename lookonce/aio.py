@@ -407,14 +407,15 @@ class AsyncClient:
         Waits instead while another call sends them. Raises an error equal to `error` if the server lacks what the call
         has sent already, or what the caller gave by digest only.
         """
-        missing = prepared.missing(error)
+        info = await self._model_info(deadline)
+        missing = prepared.missing(error, info)
         if turn.has_sent:
             raise equal_error(error)
         pause_s = turn.pause_s(missing)
         if pause_s is not None:
             await self._calls.pause(pause_s)
             return
-        ahead = prepared.supply(error, await self._model_info(deadline))
+        ahead = prepared.supply(error, info)
         if ahead:
             await self._encode(ahead, deadline)
 

@@ -407,14 +407,15 @@ class Client:
         Waits instead while another call sends them. Raises an error equal to `error` if the server lacks what the call
         has sent already, or what the caller gave by digest only.
         """
-        missing = prepared.missing(error)
+        info = self._model_info(deadline)
+        missing = prepared.missing(error, info)
         if turn.has_sent:
             raise equal_error(error)
         pause_s = turn.pause_s(missing)
         if pause_s is not None:
             self._calls.pause(pause_s)
             return
-        ahead = prepared.supply(error, self._model_info(deadline))
+        ahead = prepared.supply(error, info)
         if ahead:
             self._encode(ahead, deadline)
 

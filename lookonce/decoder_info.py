@@ -48,6 +48,9 @@ class ModelInfo:
     template_arguments: tuple[str, ...] = ()
     # Names that `adapter` may have.
     adapters: tuple[str, ...] = ()
+    # Video frames in an entry of the encoder cache: 2 for models that encode pairs, 1 for those that encode single
+    # frames; 0: no videos, or a server before 2026-11-29, which has pairs if it takes videos.
+    frames_per_entry: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class DecoderLoad:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """The tokens of one image, or of one pair of video frames, in a prompt."""
+    """The tokens of one image, or of one entry of video frames, in a prompt."""
 
     # Index of the first token, and the number of tokens.
     offset: int

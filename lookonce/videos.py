@@ -60,8 +60,12 @@ class Video:
 
     @property
     def num_pairs(self) -> int:
-        """Number of cache entries of the video; an odd last frame is paired with itself."""
-        return -(-len(self.frames) // FRAMES_PER_PAIR)
+        """Number of pairs of frames; an odd last frame is paired with itself."""
+        return self.num_entries(FRAMES_PER_PAIR)
+
+    def num_entries(self, frames_per_entry: int) -> int:
+        """Number of cache entries of the video, for a model with this `model_info().frames_per_entry`."""
+        return -(-len(self.frames) // frames_per_entry)
 
 
 def _is_pair(size: object) -> bool:

@@ -12,13 +12,14 @@ from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes
-from lookonce.families.video import DEFAULT_FPS
-from lookonce.image_file import FRAMES_PER_PAIR
+from lookonce.families.video import DEFAULT_FPS, video_token
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
 # Number of cached layouts. A chat repeats its images in every turn.
 _NUM_LAYOUTS = 256
+# Fewest frames of a video.
+_FEWEST_FRAMES = 2
 
 
 class DecoderFamily:
@@ -48,11 +49,15 @@ class DecoderFamily:
         self.placeholder = data.placeholder(model.source) or image_token
         self.placeholder_id = placeholder_id
         self._video_token = video_token or ""
-        self._video = model.video if video_token else None
+        self._video = None if video_token is None else model.video
         # The reason why videos are refused; empty if they are accepted.
-        self.no_video_reason = model.no_video_reason or ("" if video_token else "the tokenizer has no video token")
+        self.no_video_reason = model.no_video_reason or (
+            "the tokenizer has no video token" if video_token is None else ""
+        )
         # The placeholder of one video in a rendered prompt; None: videos are refused.
-        self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
+        self.video_placeholder = None if self._video is None else self._video.placeholder(self._video_token)
+        # Frames in an entry of the cache; 0: videos are refused.
+        self.frames_per_entry = 0 if self._video is None else self._video.frames_per_entry
         self.num_position_axes = data.axes.num_axes
         self.mask = model.mask
         # Extra feature levels per row.
@@ -71,10 +76,10 @@ class DecoderFamily:
         try:
             largest = layout_of(model.sizing.largest, image_token, image_token_id, encode)
             if self._video is not None:
-                self.video_layouts((self._video.settings.factor,) * 2, FRAMES_PER_PAIR, DEFAULT_FPS)
+                self.video_layouts(self._video.unit, _FEWEST_FRAMES, DEFAULT_FPS)
         except ValueError as error:
             raise ModelFolderError(f"the tokenizer does not fit {data.title}: {error}") from error
-        # Size of the largest image or pair of frames that the processor can make: its rows, and its tokens from the
+        # Size of the largest image or entry of frames that the processor can make: its rows, and its tokens from the
         # first one with a row to the last.
         self.max_rows_per_image = max(largest.num_rows, 0 if self._video is None else self._video.most_rows)
         self.max_tokens_per_image = max(largest.span_length, self.max_rows_per_image)
@@ -100,19 +105,21 @@ class DecoderFamily:
             raise UnsupportedError(f"{self.no_video_reason}; send single images")
         return self.model.frame_size(width, height, num_frames, max_pixels)
 
-    def num_pairs(self, num_frames: int) -> int:
-        """Returns the largest number of frame pairs in videos of `num_frames` frames in total; 0 if videos are refused.
+    def num_entries(self, num_frames: int) -> int:
+        """Returns the largest number of entries of videos with `num_frames` frames in total; 0 if videos are refused.
 
-        Videos of three frames are the worst case, with two pairs each.
+        Of pairs, videos of three frames are the worst case, with two pairs each.
         """
-        return 0 if self._video is None else -(-num_frames * 2 // 3)
+        if self._video is None or self._video.frames_per_entry == 1:
+            return 0 if self._video is None else num_frames
+        return -(-num_frames * 2 // 3)
 
     def video_layouts(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageLayout]:
-        """Returns the layout of each pair of frames; together they replace the video's placeholder."""
+        """Returns the layout of each entry of frames; together they replace the video's placeholder."""
         assert self._video is not None, "frame_size() comes first"
         shapes = self._video.shapes(frame_size, num_frames, fps)
         token, token_id = self._video_token, self._video.token_id
-        if self._video.rule.takes_image_token:
+        if self._video.takes_image_token or token_id is None:
             token, token_id = self.image_token, self.image_token_id
         return [layout_of(shape, token, token_id, self._encode) for shape in shapes]
 
@@ -154,5 +161,5 @@ def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
         ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    video_token = None if model.video is None else tokenizer.convert_ids_to_tokens(model.video.token_id)
-    return DecoderFamily(model, str(token), int(token_id), placeholder_id, video_token, encode)
+    token_of_videos = None if model.video is None else video_token(model.video, tokenizer)
+    return DecoderFamily(model, str(token), int(token_id), placeholder_id, token_of_videos, encode)

@@ -10,7 +10,7 @@ from lookonce.families.base import FramePlace, ImageShape, SharedRow
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """The tokens of an image of a given size, or of a pair of video frames."""
+    """The tokens of an image of a given size, or of an entry of video frames."""
 
     # The token of which each occurrence takes one of the image's own rows.
     row_token_id: int
@@ -29,10 +29,12 @@ class ImageLayout:
     grid: tuple[int, int, int] | None = None
     # Index and time of a pair of frames in its video; None for an image.
     place: FramePlace | None = None
+    # Rows at the end of the embedding that the prompt does not show.
+    num_unused_rows: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the embedding."""
+        """Number of rows that the prompt shows."""
         return self.span_length if self.row_tokens is None else len(self.row_tokens)
 
     @property
@@ -69,6 +71,7 @@ def layout_of(
         row_tokens=None if len(takers) == stop - start else tuple(index - start for index in takers),
         grid=shape.grid,
         place=shape.place,
+        num_unused_rows=shape.num_unused_rows,
     )
 
 

@@ -23,7 +23,7 @@ from decoder_svc.prompt.sampling_check import (
     fit_to_context,
     fixed_sampling,
 )
-from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
+from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.sampling_params import Constraint, Pooling, SamplingParams
 from decoder_svc.tools.answer_reader import AnswerForm
@@ -218,7 +218,7 @@ class RequestPreparer:
     async def _split_videos(self, spec: ChatPrompt, caller: CallerId) -> list[SplitVideo]:
         """Reads the frames, one after the other, and splits the videos."""
         facts: list[FileFacts | None] = []
-        for index, frame in frames_of(spec.visuals):
+        for index, frame in self._splitter.frames_of(spec.visuals):
             with located_in_image(index):
                 known = None
                 if frame.data is not None:

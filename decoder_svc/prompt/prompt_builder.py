@@ -40,7 +40,7 @@ from lookonce.model.pretrained_tokenizer import NO_BOS
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """An image (or pair of video frames) with known identity and size. Its rows need not exist yet."""
+    """An image (or entry of video frames) with known identity and size. Its rows need not exist yet."""
 
     key: ContentKey
     # Size of the upright image in pixels.
@@ -121,20 +121,21 @@ class PromptBuilder:
             self._check_tokens(spec)
 
     def image_sources(self, spec: PromptSpec, videos: Sequence[SplitVideo] = ()) -> tuple[ImageSource, ...]:
-        """Returns the prompt's images and the frame pairs of its videos in reading order.
+        """Returns the prompt's images and the entries of its videos in reading order.
 
         Sets the processor options that depend on the whole prompt, such as `beside_others`.
         """
-        if isinstance(spec, ChatPrompt) and videos:
-            upcoming = iter(videos)
-            return tuple(
-                source
-                for one in spec.visuals
-                for source in (next(upcoming).sources if isinstance(one, VideoSource) else (one,))
-            )
-        if len(spec.images) < 2 or not self._family.depends_on_image_count:
-            return spec.images
-        return tuple(replace(one, options=replace(one.options, beside_others=True)) for one in spec.images)
+        images = spec.images
+        if len(images) > 1 and self._family.depends_on_image_count:
+            images = tuple(replace(one, options=replace(one.options, beside_others=True)) for one in images)
+        if not isinstance(spec, ChatPrompt) or not videos:
+            return images
+        upcoming_images, upcoming_videos = iter(images), iter(videos)
+        return tuple(
+            source
+            for one in spec.visuals
+            for source in (next(upcoming_videos).sources if isinstance(one, VideoSource) else (next(upcoming_images),))
+        )
 
     def build(self, spec: PromptSpec, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo] = ()) -> Prompt:
         """Builds the prompt. Takes milliseconds, so do not call it on an event loop.
@@ -150,13 +151,23 @@ class PromptBuilder:
         """
         layouts = self._layouts(images, videos)
         for image, layout in zip(images, layouts, strict=True):
-            if image.num_rows is not None and image.num_rows != layout.num_rows:
+            num_rows = layout.num_rows + layout.num_unused_rows
+            if image.num_rows is not None and image.num_rows != num_rows:
                 raise PlaceholderMismatchError(
-                    f"an image has {image.num_rows} cached rows, but this model's layout takes {layout.num_rows}"
+                    f"an image has {image.num_rows} cached rows, but this model's layout takes {num_rows}"
                 )
         token_ids, spans = self._placed(spec, layouts, videos)
         items = tuple(
-            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_tokens, _time_of(layout))
+            ImageItem(
+                image.key,
+                span,
+                layout.num_rows,
+                image.options,
+                image.data,
+                layout.row_tokens,
+                _time_of(layout),
+                layout.num_unused_rows,
+            )
             for image, span, layout in zip(images, spans, layouts, strict=True)
         )
         positions = self._family.positions(len(token_ids), spans, layouts)
@@ -198,10 +209,10 @@ class PromptBuilder:
         return tuple(alone)
 
     def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:
-        """Returns one layout per image: by its size, or for a frame pair the layout from its video."""
-        of_pairs = (layout for video in videos for layout in video.layouts)
+        """Returns one layout per image: by its size, or for an entry of frames the layout from its video."""
+        of_frames = (layout for video in videos for layout in video.layouts)
         return [
-            next(of_pairs)
+            next(of_frames)
             if image.options.frame_size is not None
             else self._family.image_layout(image.width, image.height, image.options)
             for image in images
@@ -411,7 +422,9 @@ def _found_spans(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> li
         try:
             offset = token_ids.index(layout.span_token_ids[0], end)
         except ValueError:
-            raise PlaceholderMismatchError("the chat template changes the order of images and videos") from None
+            raise PlaceholderMismatchError(
+                "the chat template changes the order of images and videos; send them in the template's order"
+            ) from None
         span = Span(offset, layout.span_length)
         if tuple(token_ids[span.offset : span.stop]) != layout.span_token_ids:
             raise PlaceholderMismatchError(

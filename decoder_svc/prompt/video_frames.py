@@ -1,4 +1,4 @@
-"""Splits videos into pairs of frames: an image source and a layout for each pair. Decodes no pixels.
+"""Splits videos into pairs of frames or single ones: an image source and a layout for each. Decodes no pixels.
 
 The frames are read before, one at a time: those of one request may keep a processor busy for seconds.
 """
@@ -19,13 +19,13 @@ from lookonce.errors import (
     InvalidParameterError,
     located_in_image,
 )
-from lookonce.image_file import FRAMES_PER_PAIR, FramePair
+from lookonce.image_file import FramePair
 from lookonce.media.image_header import ImageHeader, ImageLimits, check_one_size, probe_image
 
 
 @dataclass(frozen=True, slots=True)
 class SplitVideo:
-    """A video's frame pairs in order."""
+    """A video's entries of the cache in order: pairs of frames, or single ones."""
 
     sources: tuple[ImageSource, ...]
     layouts: tuple[ImageLayout, ...]
@@ -66,11 +66,24 @@ class VideoSplitter:
                 index += 1
         return videos
 
+    def frames_of(self, visuals: Sequence[ImageSource | VideoSource]) -> Iterator[tuple[int, VideoFrame]]:
+        """Yields the frames of all videos in order, each with the index of its entry among the image sources."""
+        # A model without videos refuses them later.
+        step = max(1, self._family.frames_per_entry)
+        index = 0
+        for visual in visuals:
+            if isinstance(visual, VideoSource):
+                for number, frame in enumerate(visual.frames):
+                    yield index + number // step, frame
+                index += -(-len(visual.frames) // step)
+            else:
+                index += 1
+
     def split(self, video: VideoSource, first_index: int, facts: Sequence[FileFacts | None]) -> SplitVideo:
-        """Splits one video, whose first pair is image source `first_index` of the prompt.
+        """Splits one video, whose first entry is image source `first_index` of the prompt.
 
         `facts` has the result of `read` for each frame; None for a frame by its digest. Takes milliseconds, so do not
-        call it on an event loop. Raises DigestMismatchError and FingerprintMismatchError (with the pair's index in the
+        call it on an event loop. Raises DigestMismatchError and FingerprintMismatchError (with the entry's index in the
         metadata), InvalidParameterError for frames of different sizes, an unknown or wrong size, or a
         `max_pixels` that cannot be met, and ImageTooLargeError for frames that the model does not support.
         """
@@ -80,31 +93,20 @@ class VideoSplitter:
         layouts = self._family.video_layouts(frame_size, len(video.frames), video.fps)
         options = ProcessorOptions(frame_size=frame_size)
         sources = []
-        for start in range(0, len(video.frames), FRAMES_PER_PAIR):
-            pair = slice(start, start + FRAMES_PER_PAIR)
-            with located_in_image(first_index + start // FRAMES_PER_PAIR):
-                sources.append(_pair(video.frames[pair], facts[pair], options))
+        step = self._family.frames_per_entry
+        for start in range(0, len(video.frames), step):
+            entry = slice(start, start + step)
+            with located_in_image(first_index + start // step):
+                sources.append(_entry(video.frames[entry], facts[entry], options))
         return SplitVideo(tuple(sources), tuple(layouts), (width, height))
 
 
-def frames_of(visuals: Sequence[ImageSource | VideoSource]) -> Iterator[tuple[int, VideoFrame]]:
-    """Yields the frames of all videos in order, each with the index of its pair among the prompt's image sources."""
-    index = 0
-    for visual in visuals:
-        if isinstance(visual, VideoSource):
-            for number, frame in enumerate(visual.frames):
-                yield index + number // FRAMES_PER_PAIR, frame
-            index += -(-len(visual.frames) // FRAMES_PER_PAIR)
-        else:
-            index += 1
-
-
-def check_sizes(videos: Sequence[SplitVideo], pair_sizes: Iterable[tuple[int, int]]) -> None:
+def check_sizes(videos: Sequence[SplitVideo], entry_sizes: Iterable[tuple[int, int]]) -> None:
     """Raises InvalidParameterError for a video that states another size than its frames have according to the cache.
 
-    `pair_sizes` has the width and height of the frames of each pair, over all videos in order.
+    `entry_sizes` has the width and height of the frames of each entry, over all videos in order.
     """
-    remaining = iter(pair_sizes)
+    remaining = iter(entry_sizes)
     for number, video in enumerate(videos):
         for found in itertools.islice(remaining, len(video.sources)):
             if found != video.size:
@@ -128,8 +130,8 @@ def _wrong_size(field: str, stated: tuple[int, int], found: tuple[int, int]) -> 
     return InvalidParameterError(field, f"is {stated[0]}×{stated[1]}, but the frames have {found[0]}×{found[1]} pixels")
 
 
-def _pair(frames: Sequence[VideoFrame], facts: Sequence[FileFacts | None], options: ProcessorOptions) -> ImageSource:
-    """Returns a pair of frames, or the odd last one, as inline data if all bytes are present.
+def _entry(frames: Sequence[VideoFrame], facts: Sequence[FileFacts | None], options: ProcessorOptions) -> ImageSource:
+    """Returns a pair of frames, or a single one, as inline data if all bytes are present.
 
     Otherwise returns a reference to the cache. Raises DigestMismatchError, and FingerprintMismatchError if the frames
     name different encoders.

@@ -26,11 +26,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ImageItem:
-    """One image (or pair of video frames) in a prompt: the span of its tokens and the embedding rows they take."""
+    """One image (or entry of video frames) in a prompt: the span of its tokens and the embedding rows they take."""
 
     key: ContentKey
     span: Span
-    # Rows of the embedding.
+    # Rows of the embedding that the prompt shows.
     num_rows: int
     options: ProcessorOptions
     # The original file if the request contained it; None for a reference by digest.
@@ -40,6 +40,8 @@ class ImageItem:
     # Time coordinate of the rotary positions, counted from the video's beginning; only for the second and later pairs
     # of frames of a video.
     time: int | None = None
+    # Rows at the end of the embedding that the prompt does not show.
+    num_unused_rows: int = 0
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
         """Returns the rows [first, last) that the prompt tokens [start, stop) take; first == last if they take none."""

@@ -209,9 +209,8 @@ class RowDemand:
         self._cache.reserve(item.key, rows, displacing)
         self._row_budget -= len(rows)
         token = request.prompt.removal_token
-        self._fetches.append(
-            RowFetch(item.key, rows, item.num_rows, item.options, item.data, request.request_id, token)
-        )
+        num_rows = item.num_rows + item.num_unused_rows
+        self._fetches.append(RowFetch(item.key, rows, num_rows, item.options, item.data, request.request_id, token))
         return True
 
     def _images_from(self, request: Request, start: int) -> Iterator[tuple[int, ImageItem, RowRange]]:
@@ -235,7 +234,9 @@ class RowDemand:
             request.usage.cached_image_tokens += num_needed
         if num_needed > 0:
             at_most = item.num_rows - progress.num_encoded_rows[index]
-            self._count_as_encoded(request, progress, index, self._uncounted.take(item.key.value, at_most))
+            # Rows that no prompt shows would stay uncounted.
+            taken = self._uncounted.take(item.key.value, at_most + item.num_unused_rows)
+            self._count_as_encoded(request, progress, index, min(at_most, taken))
 
     def _count_as_encoded(self, request: Request, progress: _ImageProgress, index: int, num_rows: int) -> None:
         """Counts `num_rows` more of an image's rows as encoded; a negative number takes a count back.

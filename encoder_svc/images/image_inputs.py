@@ -15,19 +15,25 @@ import PIL.Image
 import torch
 
 from lookonce.content_key import ProcessorOptions
+from lookonce.errors import InvalidParameterError
 from lookonce.families.base import Family
+from lookonce.families.frame_pairs import FramePairs
+from lookonce.families.single_frames import SingleFrames
 from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
 _RGB_CHANNELS = 3
+# Names of the tensors with pixels: those of images, and those for `get_video_features`.
+_PIXELS, _VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
 
 
 @dataclass(frozen=True, slots=True)
 class PixelInputs:
-    """The image processor's output for one image, or for a pair of video frames."""
+    """The image processor's output for one image, or for an entry of video frames."""
 
-    # By argument name of `get_image_features`. The first axis counts images, patches or tiles; pixels are fp32.
+    # By argument name of `get_image_features` or `get_video_features`. The first axis counts images, frames, patches or
+    # tiles; pixels are fp32.
     tensors: Mapping[str, torch.Tensor]
     # Number of rows, computed from the image's size.
     num_rows: int
@@ -39,7 +45,12 @@ class PixelInputs:
     @property
     def pixel_values(self) -> torch.Tensor:
         """The tensor that holds the pixels."""
-        return self.tensors["pixel_values"]
+        return self.tensors[_VIDEO_PIXELS if self.is_video else _PIXELS]
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the vision half has a method of its own for these pixels."""
+        return _VIDEO_PIXELS in self.tensors
 
     @property
     def size_bytes(self) -> int:
@@ -76,9 +87,28 @@ class VisionAdapter:
         """Raises InvalidParameterError for options that the model does not have or values out of range."""
         self.model.check_options(options)
 
+    def check_second_frame(self) -> None:
+        """Raises InvalidParameterError if an entry of this model holds a single frame."""
+        if self.model.video is not None and self.model.video.frames_per_entry == 1:
+            raise InvalidParameterError(
+                "second_frame", f"{self.family.title} encodes frames one by one; leave it unset"
+            )
+
     def check_size(self, width: int, height: int, options: ProcessorOptions) -> None:
-        """Raises ImageTooLargeError for an image size that the processor cannot handle."""
+        """Raises ImageTooLargeError for an image or frame size that the processor cannot handle.
+
+        Raises InvalidParameterError for a `frame_size` that a single frame of this size does not have.
+        """
         self.model.image_shape(width, height, options)
+        video = self.model.video
+        if options.frame_size is None or video is None or video.frames_per_entry > 1:
+            return
+        resized = self.model.frame_size(width, height, 1, None)
+        if resized != options.frame_size:
+            stated, found = (f"{size[0]} × {size[1]}" for size in (options.frame_size, resized))
+            raise InvalidParameterError(
+                "frame_size", f"is {stated}, but this model resizes frames of {width} × {height} pixels to {found}"
+            )
 
     def pixel_inputs(self, image: PIL.Image.Image, options: ProcessorOptions) -> PixelInputs:
         """Pixels of one upright RGB image; `options` must have been checked.
@@ -91,20 +121,39 @@ class VisionAdapter:
         tensors = self._processed([image] * num_copies, arguments)
         return PixelInputs(tensors, shape.num_rows, num_copies, shape.shared_rows)
 
-    def pair_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
-        """Pixels of a pair of video frames, upright and RGB; a single frame stands for two equal ones.
+    def frame_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
+        """Pixels of an entry of video frames, upright and RGB: a pair, or a single frame.
 
-        `options` must have been checked. Each frame is scaled before the next one is taken from `frames`, so that only
-        one is in memory at full size. The processor treats an image as a pair of equal frames and returns patches
-        [num_patches, channels, 2, side, side]. Index 1 of the third axis is then replaced by the second frame's.
+        `options` and the frames' size must have been checked. Of a pair, each frame is scaled before the next one is
+        taken from `frames`, so that only one is in memory at full size.
         """
+        assert options.frame_size is not None, "frames have a size"
         video = self.model.video
-        assert video is not None, "check_options() comes first"
-        assert options.frame_size is not None, "a pair has a size"
+        if isinstance(video, FramePairs):
+            tensors = self._pair_tensors(video, frames, options.frame_size)
+        else:
+            assert isinstance(video, SingleFrames), "check_options() comes first"
+            (frame,) = frames
+            tensors = self._frame_tensors(video, frame)
+        return PixelInputs(tensors, video.entry_shape(options.frame_size).num_rows)
+
+    def _frame_tensors(self, video: SingleFrames, frame: PIL.Image.Image) -> dict[str, torch.Tensor]:
+        tensors = self._processed([frame], video.arguments, video.processor)
+        # [frames, channels, height, width] → [videos, frames of each, channels, height, width]
+        return {_VIDEO_PIXELS: tensors[_PIXELS][:, None]} if video.rule.has_video_method else tensors
+
+    def _pair_tensors(
+        self, video: FramePairs, frames: Iterable[PIL.Image.Image], frame_size: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """The vision half's arguments for a pair; a single frame stands for two equal ones.
+
+        The processor treats an image as a pair of equal frames and returns patches [num_patches, channels, 2, side,
+        side]. Index 1 of the third axis is then replaced by the second frame's.
+        """
         pixels = dict(video.settings.pixels)
         resample = pixels.pop("resample", PIL.Image.Resampling.BICUBIC)
         # map() instead of a loop, whose variable would keep a frame in memory while the next one is decoded.
-        sized = map(operator.methodcaller("resize", options.frame_size, resample), frames)
+        sized = map(operator.methodcaller("resize", frame_size, resample), frames)
         first, *others = [self._processed([frame], {"do_resize": False, **pixels}) for frame in sized]
         side = self.processor.patch_size
         for other in others:
@@ -113,12 +162,14 @@ class VisionAdapter:
                 for tensors in (first, other)
             )
             halves[:, :, 1] = of_other[:, :, 1]
-        return PixelInputs(first, video.pair_shape(options.frame_size).num_rows)
+        return first
 
-    def _processed(self, images: list[PIL.Image.Image], arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The vision half's arguments for the images of one prompt."""
+    def _processed(
+        self, images: list[PIL.Image.Image], arguments: Mapping[str, Any], processor: Any = None
+    ) -> dict[str, torch.Tensor]:
+        """The vision half's arguments for the images of one prompt; `processor` None: the folder's own."""
         # The processor expects a list of prompts, each a list of images.
-        processed = self.processor(images=[images], return_tensors="pt", **arguments)
+        processed = (processor or self.processor)(images=[images], return_tensors="pt", **arguments)
         given = {name: processed[name] for name in self.family.inputs if name in processed}
         return {name: torch.as_tensor(value) for name, value in given.items()}
 
@@ -135,7 +186,8 @@ class VisionAdapter:
             for name, tensor in joined.items()
         }
         # Called on the inner model, because not every outer class forwards this method.
-        output = model.model.get_image_features(**arguments, return_dict=True)
+        features = model.model.get_video_features if batch[0].is_video else model.model.get_image_features
+        output = features(**arguments, return_dict=True)
         levels = self.family.levels(output) if self.num_levels else [output.pooler_output]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
         num_own = [inputs.num_rows - len(inputs.shared_rows) for inputs in batch]

@@ -45,11 +45,14 @@ class Preprocessor:
         self._quarantine = quarantine
 
     def read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
-        """Returns the header of an image file, or of a pair of frames, after checking it; `options` have been checked.
+        """Returns the header of an image file, or of video frames, after checking it; `options` have been checked.
 
         Takes up to some 30 ms for a file with much metadata: call it in a thread. Raises ImageUndecodableError,
-        ImageTooLargeError or ImageDecodeLimitError, and InvalidParameterError for frames of different sizes.
+        ImageTooLargeError or ImageDecodeLimitError, and InvalidParameterError for frames of different sizes, and for a
+        second frame or a size that the model's frames do not have.
         """
+        if isinstance(data, FramePair) and data.second is not None:
+            self._adapter.check_second_frame()
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
         return header
@@ -80,7 +83,7 @@ class Preprocessor:
         # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
         with _span(header), memory_errors():
-            return self._adapter.pair_inputs(frames, options)
+            return self._adapter.frame_inputs(frames, options)
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
         """Upright RGB pixels of a file. Raises ImagePoisonousError for a file in quarantine."""

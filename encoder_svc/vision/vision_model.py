@@ -116,7 +116,7 @@ class VisionModel:
         return weight_bytes(self._model)
 
     def warm_up(self) -> None:
-        """Encodes two grey images of different shapes, and a pair of frames if the model takes videos.
+        """Encodes two grey images of different shapes, and an entry of frames if the model takes videos.
 
         Raises ModelFolderError when the folder's parts do not fit together, so that it is never served.
         """
@@ -124,8 +124,9 @@ class VisionModel:
         try:
             inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
             if (video := self.adapter.model.video) is not None:
-                options = ProcessorOptions(frame_size=(video.settings.factor, video.settings.factor))
-                inputs.append(self.adapter.pair_inputs([images[0], images[0]], options))
+                options = ProcessorOptions(frame_size=video.unit)
+                frames = [PIL.Image.new("RGB", video.unit, (127, 127, 127))] * video.frames_per_entry
+                inputs.append(self.adapter.frame_inputs(frames, options))
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error

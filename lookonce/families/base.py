@@ -73,6 +73,8 @@ class ImageShape:
     grid: tuple[int, int, int] | None = None
     # Set for a pair of frames that shares a time axis with others; None: positions are an image's.
     place: FramePlace | None = None
+    # Rows at the end of the embedding that this prompt does not show.
+    num_unused_rows: int = 0
 
     def text(self, image_token: str) -> str:
         """Returns the expansion with one image token for each number of rows."""
@@ -81,7 +83,7 @@ class ImageShape:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the embedding."""
+        """Number of rows that the prompt shows."""
         return sum(part for part in self.parts if isinstance(part, int)) + len(self.shared_rows)
 
     @property
@@ -144,8 +146,8 @@ def _no_time_axis(_config: Any, _seconds: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class VideoRule:
-    """A family's rules for videos, which are handled as pairs of frames (video.py)."""
+class PairRule:
+    """A family's rules for videos whose frames are encoded in pairs (frame_pairs.py)."""
 
     # Settings of the video processor in transformers, used if a folder does not set them.
     defaults: Mapping[str, Any]
@@ -166,6 +168,55 @@ class VideoRule:
     frame_cap: Callable[[FamilySource], int | None] = _no_frame_cap
     # Maps (configuration, seconds between pairs) to steps on the time axis; None: a pair is positioned like an image.
     time_steps: Callable[[Any, float], float | None] = _no_time_axis
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSizing:
+    """The mapping from a frame's size to its rows, as one model's processor computes it."""
+
+    # Maps (width, height) of an upright frame in pixels to (width, height) of the pixels that the tower sees. Raises
+    # ValueError for a size that the processor refuses.
+    size: Callable[[int, int], tuple[int, int]]
+    # Width and height are multiples of these.
+    unit: tuple[int, int]
+    # Rows of one unit, and the most units that a frame has.
+    rows_per_unit: int = 1
+    most_units: int = 1
+
+
+def _no_frame_text(_source: FamilySource, _index: int, _num_frames: int, _fps: float) -> tuple[str, str]:
+    return "", ""
+
+
+def _no_video_text(_source: FamilySource) -> str | None:
+    return None
+
+
+def _own_processor(source: FamilySource) -> Any:
+    return source.processor
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRule:
+    """A family's rules for videos whose frames are encoded one by one, like images (single_frames.py)."""
+
+    # Settings of the video processor in transformers, used if a folder does not set them.
+    defaults: Mapping[str, Any]
+    # Maps (source, settings) to the sizes of frames. Raises ValueError for settings that the tower cannot take.
+    sizing: Callable[[FamilySource, Mapping[str, Any]], FrameSizing]
+    # Maps the settings to arguments of the processor, beside those that all processors have.
+    arguments: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    # Returns the image processor that treats frames.
+    processor: Callable[[FamilySource], Any] = _own_processor
+    # Whether the vision half has a method of its own for videos, `get_video_features`.
+    has_video_method: bool = False
+    # Text that the chat template writes for a video, and whose place the frames take; None: the token of videos, which
+    # also gives its place to rows. With a text, rows take the place of the token of images.
+    placeholder: Callable[[FamilySource], str | None] = _no_video_text
+    # Maps (source, number of the frame, number of frames, frames per second) to the text before and after its rows.
+    texts: Callable[[FamilySource, int, int, float], tuple[str, str]] = _no_frame_text
+    # Rows at the end of each frame that only the last frame of a video shows.
+    num_closing_rows: int = 0
 
 
 def _no_levels(_config: Any) -> int:
@@ -260,7 +311,7 @@ class Family:
     # Maps the configuration to the tower's hidden states from which rows are made; None: the last one, or unknown.
     feature_layers: Callable[[Any], int | Sequence[int] | None] = _vision_feature_layer
     # None: the family takes no videos.
-    video: VideoRule | None = None
+    video: PairRule | FrameRule | None = None
     # Whether requests may limit an image's pixels.
     has_max_pixels: bool = False
     # Number of frames that a still image counts as, if the processor bounds pixels times frames.

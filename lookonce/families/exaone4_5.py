@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lookonce.families import qwen2_vl
-from lookonce.families.base import PositionAxes, VideoRule
+from lookonce.families.base import PairRule, PositionAxes
 
 FAMILY = replace(
     qwen2_vl.FAMILY,
@@ -17,7 +17,7 @@ FAMILY = replace(
     model_type="exaone4_5",
     architecture="Exaone4_5_ForConditionalGeneration",
     axes=PositionAxes.SEQUENCE,
-    video=VideoRule(
+    video=PairRule(
         defaults=qwen2_vl.VIDEO.defaults,
         frame_size=qwen2_vl.VIDEO.frame_size,
         bounded_frames=qwen2_vl.VIDEO.bounded_frames,

@@ -6,8 +6,8 @@ A pair of a video's frames looks like an image in the prompt, with the time of i
 from __future__ import annotations
 
 from lookonce.families import sizing
-from lookonce.families.base import Family, FamilySource, ImageSizing, PositionAxes, VideoRule
-from lookonce.families.video import VideoSettings
+from lookonce.families.base import Family, FamilySource, ImageSizing, PairRule, PositionAxes
+from lookonce.families.frame_pairs import PairSettings
 from lookonce.image_file import FRAMES_PER_PAIR
 
 
@@ -28,7 +28,7 @@ def _frames(source: FamilySource) -> int:
 
 
 def _frame_size(
-    settings: VideoSettings, width: int, height: int, num_frames: int, max_pixels: int | None
+    settings: PairSettings, width: int, height: int, num_frames: int, max_pixels: int | None
 ) -> tuple[int, int]:
     """Resizes a frame; the bounds apply to the pixels of all frames together."""
     from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
@@ -47,7 +47,7 @@ def _whole_seconds(seconds: float) -> tuple[str, str]:
     return "<|begin_of_image|>", f"<|end_of_image|>{int(seconds)}"
 
 
-VIDEO = VideoRule(
+VIDEO = PairRule(
     defaults={
         "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30_000},
         "image_mean": [0.48145466, 0.4578275, 0.40821073],

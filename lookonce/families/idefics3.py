@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 
@@ -10,10 +12,7 @@ MARKER, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 def split_sizing(source: FamilySource) -> ImageSizing:
     """Returns the sizing of the image processors of Idefics3 and SmolVLM."""
-    config, processor = source.config, source.processor
-    side = config.vision_config.image_size // config.vision_config.patch_size
-    # Pixel shuffle merges factor × factor patches into one row.
-    num_rows = side**2 // config.scale_factor**2
+    processor, num_rows = source.processor, rows_per_tile(source.config)
     whole = (f"{MARKER}{WHOLE}", num_rows, MARKER)
 
     def shape_of(lines: int, columns: int) -> ImageShape:
@@ -27,6 +26,12 @@ def split_sizing(source: FamilySource) -> ImageSizing:
 
     most = -(-processor.size.longest_edge // processor.max_image_size["longest_edge"])
     return ImageSizing(shape, shape_of(most, most) if processor.do_image_splitting else shape_of(0, 0))
+
+
+def rows_per_tile(config: Any) -> int:
+    """Returns the rows of a tile, and of the whole image: pixel shuffle merges squares of patches into one row."""
+    side: int = config.vision_config.image_size // config.vision_config.patch_size
+    return side**2 // int(config.scale_factor) ** 2
 
 
 def tile_parts(lines: int, columns: int, num_rows: int) -> list[str | int]:

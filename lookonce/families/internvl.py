@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lookonce.content_key import ProcessorOptions
-from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.base import Family, FamilySource, FrameRule, FrameSizing, ImageShape, ImageSizing
+from lookonce.families.single_frames import fixed_size
 
 
 def _sizing(source: FamilySource) -> ImageSizing:
@@ -28,10 +29,33 @@ def tile_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping
     return {"crop_to_patches": True}
 
 
+def _frame_sizing(source: FamilySource, settings: Mapping[str, Any]) -> FrameSizing:
+    return fixed_size(settings, source.config.vision_config.image_size[0], source.config.image_seq_length)
+
+
+def _frame_texts(source: FamilySource, index: int, num_frames: int, _fps: float) -> tuple[str, str]:
+    begin, end = source.tokens["start_image_token"], source.tokens["end_image_token"]
+    return f"Frame{index + 1}: {begin}", end + ("\n" if index < num_frames - 1 else "")
+
+
+VIDEO = FrameRule(
+    defaults={
+        "size": {"height": 384, "width": 384},
+        "resample": 3,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    sizing=_frame_sizing,
+    arguments=lambda settings: {"size": settings["size"], "crop_to_patches": False},
+    placeholder=lambda source: source.tokens.get("video_token"),
+    texts=_frame_texts,
+)
+
 FAMILY = Family(
     title="InternVL 3",
     model_type="internvl",
     architecture="InternVLForConditionalGeneration",
     sizing=_sizing,
     processor_arguments=tile_arguments,
+    video=VIDEO,
 )

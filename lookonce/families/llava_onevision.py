@@ -1,12 +1,18 @@
-"""LLaVA-OneVision (arXiv:2408.03326): LLaVA-NeXT's tiles up to a limit; no tiles if the prompt has several images."""
+"""LLaVA-OneVision (arXiv:2408.03326): LLaVA-NeXT's tiles up to a limit; no tiles if the prompt has several images.
+
+Two by two rows of a video's frame become one, and a newline row follows the last frame.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.families import sizing
-from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.base import Family, FamilySource, FrameRule, FrameSizing, ImageShape, ImageSizing
+from lookonce.families.single_frames import fixed_size, plain_arguments, plain_processor
 
 # Grids that exceed the limit by up to this factor are not scaled down, as in the model's training.
 _TOLERANCE = 1.1
@@ -50,6 +56,26 @@ def _refusal(source: FamilySource) -> str | None:
     return None
 
 
+def _frame_sizing(source: FamilySource, settings: Mapping[str, Any]) -> FrameSizing:
+    config = source.config
+    side = math.ceil(sizing.square_patches(config.vision_config) / 2)
+    return fixed_size(settings, config.vision_config.image_size, side * side + 1)
+
+
+VIDEO = FrameRule(
+    defaults={
+        "size": {"height": 384, "width": 384},
+        "resample": 3,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    sizing=_frame_sizing,
+    arguments=plain_arguments,
+    processor=plain_processor,
+    has_video_method=True,
+    num_closing_rows=1,
+)
+
 FAMILY = Family(
     title="LLaVA-OneVision",
     model_type="llava_onevision",
@@ -59,5 +85,6 @@ FAMILY = Family(
     depends_on_image_count=True,
     # An image of a multi-image prompt is encoded next to a copy of itself, so its rows depend on no other image.
     num_copies=lambda _shape, options: 2 if options.beside_others else 1,
+    video=VIDEO,
     refusal=_refusal,
 )

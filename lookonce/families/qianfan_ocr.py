@@ -14,6 +14,7 @@ def _placeholder(source: FamilySource) -> str:
 
 FAMILY = replace(
     internvl.FAMILY,
+    video=None,
     title="Qianfan-OCR",
     model_type="qianfan_ocr",
     architecture="QianfanOCRForConditionalGeneration",

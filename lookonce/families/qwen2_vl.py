@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lookonce.families import sizing
-from lookonce.families.base import Family, FamilySource, ImageSizing, PositionAxes, VideoRule
-from lookonce.families.video import VideoSettings, even_share
+from lookonce.families.base import Family, FamilySource, ImageSizing, PairRule, PositionAxes
+from lookonce.families.frame_pairs import PairSettings, even_share
 from lookonce.image_file import FRAMES_PER_PAIR
 
 
@@ -18,7 +18,7 @@ def qwen_sizing(source: FamilySource) -> ImageSizing:
 
 
 def _frame_size(
-    settings: VideoSettings, width: int, height: int, num_frames: int, max_pixels: int | None
+    settings: PairSettings, width: int, height: int, num_frames: int, max_pixels: int | None
 ) -> tuple[int, int]:
     """Resizes a frame; the bounds apply to the pixels of each frame."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -36,7 +36,7 @@ def _one_step(_config: Any, _seconds: float) -> float:
     return 1.0
 
 
-VIDEO = VideoRule(
+VIDEO = PairRule(
     defaults={
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
         "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from lookonce.families import qwen2_vl
-from lookonce.families.base import VideoRule
-from lookonce.families.video import VideoSettings, even_share
+from lookonce.families.base import PairRule
+from lookonce.families.frame_pairs import PairSettings, even_share
 from lookonce.image_file import FRAMES_PER_PAIR
 
 
@@ -20,7 +20,7 @@ def _num_levels(config: Any) -> int:
 
 
 def _frame_size(
-    settings: VideoSettings, width: int, height: int, num_frames: int, max_pixels: int | None
+    settings: PairSettings, width: int, height: int, num_frames: int, max_pixels: int | None
 ) -> tuple[int, int]:
     """Resizes a frame; the bounds apply to the pixels of all frames together."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
@@ -46,7 +46,7 @@ def _time_in_words(seconds: float) -> tuple[str, str]:
     return f"<{seconds:.1f} seconds><|vision_start|>", "<|vision_end|>"
 
 
-VIDEO = VideoRule(
+VIDEO = PairRule(
     defaults={
         "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
         "image_mean": [0.5, 0.5, 0.5],

@@ -1,20 +1,16 @@
-"""Videos as pairs of frames, for families whose vision towers process two frames at a time (Qwen-VL).
+"""What all families with videos have in common: the interface of a folder's rules, and the settings of its processor.
 
-Attention in those towers stays inside a pair, so a pair is encoded, cached and fetched like an image, independently of
-its neighbours. A family's data file has a `VideoRule`; the folder's video processor gives the numbers. transformers'
-video processors need torchvision, so this module reads their settings itself and repeats their arithmetic.
+Frames are encoded in pairs (frame_pairs.py) or one by one (single_frames.py). An entry of the cache holds a pair or a
+single frame, and is encoded, cached and fetched like an image. transformers' video processors need torchvision, so
+their settings are read here, and the image processors of the folders treat the frames.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from lookonce.families.base import FamilySource, FramePlace, ImageShape, VideoRule
-from lookonce.families.sizing import ELONGATED_PIXELS, MAX_ASPECT, grid_shape, most_grid_rows
-from lookonce.image_file import FRAMES_PER_PAIR
+from lookonce.families.base import FamilySource, ImageShape
 
 # Sampling rate if the request gives none: the default of Qwen's own tools.
 DEFAULT_FPS = 2.0
@@ -23,138 +19,81 @@ MIN_FPS, MAX_FPS = 0.001, 1000.0
 # Arguments of the image processor that may differ between frames and images.
 _PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor", "resample")
 # Steps of the processor that must not be switched off.
-_STEPS = ("do_resize", "do_rescale", "do_normalize")
-# Bound of time steps; no model has positions beyond it.
-_MAX_STEP = 1 << 20
+STEPS = ("do_resize", "do_rescale", "do_normalize")
 
 
-@dataclass(frozen=True, slots=True)
-class VideoSettings:
-    """The numbers of a folder's video processor."""
-
-    # Fewest and most pixels: of one frame or of all frames together, depending on the family.
-    least_pixels: int
-    most_pixels: int
-    # Pixels along one side of the square that becomes a row.
-    factor: int
-    # Whether the upper bound also depends on the number of frames.
-    has_frame_cap: bool
-    # Token budget of a video, from which that bound follows.
-    max_video_tokens: int
-    # Most pixels of a frame; None: there is no limit beside those above.
-    frame_cap: int | None
-    # Arguments with which the image processor treats frames as the video processor would.
-    pixels: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class VideoModel:
+class VideoModel(Protocol):
     """The video rules of one model folder. Thread-safe."""
 
-    rule: VideoRule
-    settings: VideoSettings
-    # Id of the token that takes rows, from config.json.
-    token_id: int
-    # Rows of the largest pair.
-    most_rows: int
-    _config: Any
+    @property
+    def frames_per_entry(self) -> int:
+        """Number of frames in an entry of the cache."""
 
-    @classmethod
-    def load(cls, source: FamilySource, rule: VideoRule) -> VideoModel | None:
-        """Returns the folder's video rules, or None if config.json has no video token.
+    @property
+    def token_id(self) -> int | None:
+        """Id of the token that the chat template writes for a video; None: it writes a text."""
 
-        Raises ValueError, TypeError, KeyError or AttributeError if the folder's video processor does not fit.
-        """
-        token_id = getattr(source.config, "video_token_id", None)
-        if token_id is None:
-            return None
-        settings = _settings(source, rule)
-        step = rule.time_steps(source.config, FRAMES_PER_PAIR / MIN_FPS)
-        if step is not None and not 0 < step < _MAX_STEP:
-            raise ValueError(f"{step:g} time steps between pairs at {MIN_FPS} frames per second are out of range")
-        elongated = rule.frame_size(settings, ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, FRAMES_PER_PAIR, None)
-        least, most = (
-            pixels // rule.bounded_frames(FRAMES_PER_PAIR) for pixels in (settings.least_pixels, settings.most_pixels)
-        )
-        most = most if settings.frame_cap is None else min(most, settings.frame_cap)
-        rows = (elongated[0] * elongated[1] // settings.factor**2, most_grid_rows(least, most, settings.factor))
-        return cls(rule, settings, int(token_id), max(rows), source.config)
+    @property
+    def takes_image_token(self) -> bool:
+        """Whether rows take the place of the token of images; otherwise of that of videos."""
 
-    def least_pixels(self, num_frames: int) -> int:
-        """Returns the fewest pixels of a resized frame of such a video, which is the lower bound of `max_pixels`."""
-        share = -(-self.settings.least_pixels // self.rule.bounded_frames(num_frames))
-        return max(share, self.settings.factor**2)
+    @property
+    def unit(self) -> tuple[int, int]:
+        """Numbers of which the width and the height of resized frames are multiples."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest entry."""
+
+    @property
+    def pixels(self) -> Mapping[str, Any]:
+        """Settings of which the pixels of frames depend, beside those of the image processor."""
+
+    def placeholder(self, token: str) -> str:
+        """Returns the text that the frames replace in a rendered prompt; `token` is the token of videos, if any."""
+
+    def least_pixels(self, num_frames: int) -> int | None:
+        """Returns the lower bound of `max_pixels` for such a video; None: there is no such option."""
 
     def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
         """Returns width and height to which the frames of a video of this size are resized.
 
         Raises ValueError for a size that the processor refuses.
         """
-        resized_height, resized_width = self.rule.frame_size(self.settings, width, height, num_frames, max_pixels)
-        return resized_width, resized_height
 
     def is_frame_size(self, width: int, height: int) -> bool:
-        """Whether this is a valid frame size: whole rows, and no more of them than the largest pair has."""
-        columns, odd_columns = divmod(width, self.settings.factor)
-        rows, odd_rows = divmod(height, self.settings.factor)
-        is_whole = odd_columns == odd_rows == 0
-        return is_whole and columns > 0 and rows > 0 and rows * columns <= self.most_rows
+        """Whether the frames of some video are resized to this size."""
 
-    def pair_shape(self, frame_size: tuple[int, int]) -> ImageShape:
-        """Returns the expansion of a single pair."""
-        width, height = frame_size
-        return grid_shape(height // self.settings.factor, width // self.settings.factor)
+    def entry_shape(self, frame_size: tuple[int, int]) -> ImageShape:
+        """Returns the expansion of a single entry with all its rows."""
 
     def shapes(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageShape]:
-        """Returns the expansion of each pair of a video; together they replace the video's placeholder."""
-        alone = self.pair_shape(frame_size)
-        step = self.rule.time_steps(self._config, _single(FRAMES_PER_PAIR / fps))
-        step = None if step is None else _single(step)
-        shapes = []
-        for index in range(-(-num_frames // FRAMES_PER_PAIR)):
-            first = FRAMES_PER_PAIR * index
-            last = min(first + 1, num_frames - 1)
-            before, after = self.rule.surrounding_text(self.rule.timed_frame(first, last) / fps)
-            parts = [part for part in (before, *alone.parts, after) if part != ""]
-            place = None if step is None else FramePlace(index, int(_single(index * step)))
-            shapes.append(ImageShape(tuple(parts), alone.grid, place))
-        return shapes
+        """Returns the expansion of each entry of a video; together they replace the video's placeholder."""
 
 
-def _single(value: float) -> float:
-    """Rounds to single precision, in which transformers computes times: truncation must give the same integer."""
-    return array("f", [value])[0]
+def video_token(model: VideoModel, tokenizer: Any) -> str | None:
+    """Returns the token that the chat template writes for a video; None: the tokenizer lacks it.
+
+    It is empty if the template writes a text instead.
+    """
+    if model.token_id is None:
+        return ""
+    token = tokenizer.convert_ids_to_tokens(model.token_id)
+    return None if token is None else str(token)
 
 
-def even_share(settings: VideoSettings, most_pixels: int) -> int:
-    """Returns the pixel bound of a frame with its share of a token budget, at least 1.05 times the lower bound."""
-    return max(most_pixels, int(settings.least_pixels * 1.05))
+def processor_settings(source: FamilySource, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the folder's video processor, with the defaults that transformers has.
 
-
-def _settings(source: FamilySource, rule: VideoRule) -> VideoSettings:
-    given = {**rule.defaults, **{name: value for name, value in source.video.items() if value is not None}}
-    processor = source.processor
-    for name in _STEPS:
+    Raises ValueError if a step is switched off that the image processor always takes.
+    """
+    given = {**defaults, **{name: value for name, value in source.video.items() if value is not None}}
+    for name in STEPS:
         if not given.get(name, True):
             raise ValueError(f"{name} is switched off for videos")
-    for name in ("patch_size", "merge_size", "temporal_patch_size"):
-        if given.get(name, getattr(processor, name)) != getattr(processor, name):
-            raise ValueError(f"{name} is {given[name]} for videos, but {getattr(processor, name)} for images")
-    if processor.temporal_patch_size != FRAMES_PER_PAIR:
-        raise ValueError(f"temporal_patch_size is {processor.temporal_patch_size}, not {FRAMES_PER_PAIR}")
-    size = given["size"]
-    least, most = (
-        int(given.get(name) or size[edge])
-        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
-    )
-    if not 0 < least <= most:
-        raise ValueError(f"the pixel bounds of videos, {least} to {most}, are not valid")
-    return VideoSettings(
-        least_pixels=least,
-        most_pixels=most,
-        factor=processor.patch_size * processor.merge_size,
-        has_frame_cap=bool(given.get("cap_pixels_per_frame")),
-        max_video_tokens=int(given["max_video_tokens"]),
-        frame_cap=rule.frame_cap(source),
-        pixels={name: given[name] for name in _PIXEL_SETTINGS if name in given},
-    )
+    return given
+
+
+def pixel_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with which the image processor treats frames as the video processor would."""
+    return {name: settings[name] for name in _PIXEL_SETTINGS if name in settings}

@@ -16,7 +16,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ImageTooLargeError, LookonceError, ModelFolderError
 from lookonce.families.base import ImageShape
-from lookonce.families.video import DEFAULT_FPS
+from lookonce.families.video import DEFAULT_FPS, video_token
 from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
 from lookonce.model.family_model import FamilyModel
@@ -190,9 +190,9 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
     if num_written != 1:
         return [Finding("chat template", False, f"writes {num_written} × {placeholder} for one image; it must be one")]
     takes_videos = False
-    if model.video is not None and (token := tokenizer.convert_ids_to_tokens(model.video.token_id)) is not None:
+    if model.video is not None and (token := video_token(model.video, tokenizer)) is not None:
         with contextlib.suppress(*TEMPLATE_ERRORS):
-            takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
+            takes_videos = _num_written(tokenizer, source, "video", model.video.placeholder(token)) == 1
     return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
 
 
@@ -214,8 +214,8 @@ def _videos(model: FamilyModel, *, takes_videos: bool) -> Finding:
     rows = []
     for num_frames in _SAMPLE_FRAMES:
         frame_size = model.frame_size(width, height, num_frames, None)
-        pairs = model.video.shapes(frame_size, num_frames, DEFAULT_FPS)
-        rows.append(f"{num_frames} frames of {width}×{height}: {sum(pair.num_rows for pair in pairs):,} rows")
+        shapes = model.video.shapes(frame_size, num_frames, DEFAULT_FPS)
+        rows.append(f"{num_frames} frames of {width}×{height}: {sum(shape.num_rows for shape in shapes):,} rows")
     return Finding("videos", True, ", ".join(rows))
 
 

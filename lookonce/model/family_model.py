@@ -15,8 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
-from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing, Mask
+from lookonce.families.base import Family, FamilySource, FrameRule, ImageShape, ImageSizing, Mask, PairRule
+from lookonce.families.frame_pairs import FramePairs
 from lookonce.families.registry import FAMILIES
+from lookonce.families.single_frames import SingleFrames
 from lookonce.families.video import VideoModel
 from lookonce.model.model_folder import ModelFolder, read_json_object
 from lookonce.model.text_support import text_refusal
@@ -71,7 +73,7 @@ class FamilyModel:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest image or pair of video frames."""
+        """Rows of the largest image or entry of video frames."""
         return max(self.sizing.largest.num_rows, 0 if self.video is None else self.video.most_rows)
 
     def check_options(self, options: ProcessorOptions) -> None:
@@ -85,10 +87,7 @@ class FamilyModel:
         if options.max_pixels is None:
             return
         if not self.data.has_max_pixels:
-            raise InvalidParameterError(
-                "max_pixels",
-                f"{self.data.title} does not support this option, because it resizes to fixed sizes; leave it unset",
-            )
+            raise InvalidParameterError("max_pixels", _no_max_pixels(self.data))
         size, frames = self.source.processor.size, self.data.frames_per_image(self.source)
         least, most = -(-size.shortest_edge // frames), size.longest_edge // frames
         if not least <= options.max_pixels <= most:
@@ -103,7 +102,9 @@ class FamilyModel:
         if self.video is None:
             raise UnsupportedError(f"{self.no_video_reason}; send single images")
         least = self.video.least_pixels(num_frames)
-        if max_pixels is not None and max_pixels < least:
+        if max_pixels is not None and least is None:
+            raise InvalidParameterError("max_pixels", _no_max_pixels(self.data))
+        if max_pixels is not None and least is not None and max_pixels < least:
             raise InvalidParameterError("max_pixels", f"must be at least {least} for this video, not {max_pixels}")
         try:
             return self.video.frame_size(width, height, num_frames, max_pixels)
@@ -117,7 +118,7 @@ class FamilyModel:
         """
         self.check_options(options)
         if self.video is not None and options.frame_size is not None:
-            return self.video.pair_shape(options.frame_size)
+            return self.video.entry_shape(options.frame_size)
         try:
             return self.sizing.shape(width, height, options)
         except ValueError:
@@ -134,11 +135,15 @@ class FamilyModel:
                 "max_pixels", "does not apply to video frames, whose size is frame_size; leave it unset"
             )
         if not self.video.is_frame_size(width, height):
+            units = " and ".join(map(str, dict.fromkeys(self.video.unit)))
             raise InvalidParameterError(
                 "frame_size",
-                f"must be multiples of {self.video.settings.factor} with at most {self.video.most_rows} rows, "
-                f"not {width} × {height}",
+                f"must be multiples of {units} with at most {self.video.most_rows} rows, not {width} × {height}",
             )
+
+
+def _no_max_pixels(data: Family) -> str:
+    return f"{data.title} does not support this option, because it resizes to fixed sizes; leave it unset"
 
 
 def _mask_of(data: Family, config: Any) -> Mask:
@@ -151,10 +156,14 @@ def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:
     if data.video is None:
         return None, f"{data.title} takes no videos"
     try:
-        model = VideoModel.load(source, data.video)
+        model = _video_model(source, data.video)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         return None, f"the folder's video processor does not fit {data.title}: {type(error).__name__} {error}"
-    return model, "" if model else "the folder's config.json names no video token"
+    return model, "" if model else "the folder's files name no video token"
+
+
+def _video_model(source: FamilySource, rule: PairRule | FrameRule) -> VideoModel | None:
+    return SingleFrames.load(source, rule) if isinstance(rule, FrameRule) else FramePairs.load(source, rule)
 
 
 def _config(folder: ModelFolder) -> Any:

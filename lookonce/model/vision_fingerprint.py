@@ -44,7 +44,7 @@ def vision_fingerprint(
     if text_settings := dict(family.data.text_settings(model.config)):
         settings["text"] = text_settings
     if family.video is not None:
-        settings["frames"] = dict(family.video.settings.pixels)
+        settings["frames"] = dict(family.video.pixels)
     return encoder_fingerprint(
         architecture=f"{folder.architecture} {configuration}",
         tensors=iter_vision_tensors(model),

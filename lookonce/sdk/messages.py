@@ -13,6 +13,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message, Pooling, Prompt, RequestOptions, Role, TextPrompt, TokenPrompt
+from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.images import ImageLike, ImageRef, as_image, as_images
 from lookonce.sdk.routing.affinity import affinity_of
 from lookonce.sdk.tools import CHAT_OPTIONS, add_calls, add_chat_options, json_text
@@ -68,12 +69,6 @@ class PreparedPrompt:
             self._visuals = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         if not self._visuals and not _has_text(self._content):
             raise InvalidParameterError("prompt", "is empty")
-        # The server counts each image and each pair of frames as one. This is the index in `_visuals` of each.
-        self._visual_of = [
-            index
-            for index, visual in enumerate(self._visuals)
-            for _ in range(visual.num_pairs if isinstance(visual, Video) else 1)
-        ]
         self._inline = {index for index, visual in enumerate(self._visuals) if _travels_at_once(visual)}
 
     @property
@@ -180,12 +175,12 @@ class PreparedPrompt:
                     message.parts.add(image=image_source(part, as_bytes=index in self._inline, in_prompt=True))
                 index += 1
 
-    def missing(self, error: EmbeddingNotCachedError) -> list[bytes]:
+    def missing(self, error: EmbeddingNotCachedError, info: ModelInfo) -> list[bytes]:
         """Returns the digests of the images that the server lacks, those of a video's frames included.
 
         Raises an error equal to `error` if the caller gave a missing image by digest only.
         """
-        return [image.digest for index in self._asked_for(error) for image in _images_of(self._visuals[index])]
+        return [image.digest for index in self._asked_for(error, info) for image in _images_of(self._visuals[index])]
 
     def supply(self, error: EmbeddingNotCachedError, info: ModelInfo) -> list[ImageRef]:
         """Sends the images that the server lacks as bytes from now on; returns those to encode ahead of the request.
@@ -193,7 +188,7 @@ class PreparedPrompt:
         If the missing images exceed half of a message, all of them must be encoded ahead. Videos always stay in the
         request. Raises an error equal to `error` if the caller gave a missing image by digest only.
         """
-        asked = self._asked_for(error)
+        asked = self._asked_for(error, info)
         if sum(_num_bytes(self._visuals[index]) for index in asked) <= info.max_message_bytes // 2:
             self._inline |= asked
             return []
@@ -204,15 +199,17 @@ class PreparedPrompt:
             return [replace(image, beside_others=True) for image in images]
         return images
 
-    def _asked_for(self, error: EmbeddingNotCachedError) -> set[int]:
+    def _asked_for(self, error: EmbeddingNotCachedError, info: ModelInfo) -> set[int]:
         """Returns the indexes of the images and videos that the server lacks.
 
         Raises the error anew if one has no bytes. This frame refers to `error`, whose traceback would refer to this
         frame: a cycle that would keep the images in memory until the next garbage collection.
         """
-        if any(index >= len(self._visual_of) for index in error.indexes):
+        # The server counts each image and each entry of frames as one. This is the index in `_visuals` of each.
+        visual_of = [index for index, visual in enumerate(self._visuals) for _ in range(_num_entries(visual, info))]
+        if any(index >= len(visual_of) for index in error.indexes):
             raise equal_error(error)
-        asked = {self._visual_of[index] for index in error.indexes}
+        asked = {visual_of[index] for index in error.indexes}
         asked = asked or set(range(len(self._visuals))) - self._inline
         if not asked or not all(_has_bytes(self._visuals[index]) for index in asked):
             raise equal_error(error)
@@ -373,6 +370,10 @@ def assign_max_pixels(message: Any, max_pixels: int | None) -> None:
     """Sets the option of an image or of a selection of images. Raises InvalidParameterError for a wrong value."""
     if max_pixels is not None:
         assign(message, "max_pixels", max_pixels)
+
+
+def _num_entries(visual: ImageRef | Video, info: ModelInfo) -> int:
+    return visual.num_entries(info.frames_per_entry or FRAMES_PER_PAIR) if isinstance(visual, Video) else 1
 
 
 def _travels_at_once(visual: ImageRef | Video) -> bool:

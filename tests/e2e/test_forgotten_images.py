@@ -24,7 +24,7 @@ from lookonce.images import ImageRef
 from lookonce.videos import Video
 from tests.conftest import ONE_THREAD
 from tests.in_process_stack import InProcessStack
-from tests.parity import videos
+from tests.parity import pair_videos, videos
 from tests.tiny_families import FAMILIES
 
 TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    model = videos.VideoModel(FAMILIES["qwen2_5_vl"], tmp_path_factory.mktemp("videos") / "model")
+    model = pair_videos.PairModel(FAMILIES["qwen2_5_vl"], tmp_path_factory.mktemp("videos") / "model")
     width, height = model.text.family.frame_size(*SIZE, NUM_FRAMES, None)
     with InProcessStack(
         model.config.folder,

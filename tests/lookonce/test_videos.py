@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
-from lookonce.families.video import VideoModel
+from lookonce.families.frame_pairs import FramePairs
 from lookonce.images import ImageRef
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import load_vision_half
@@ -48,9 +48,9 @@ def model_of(path: pathlib.Path) -> FamilyModel:
     return FamilyModel.load(ModelFolder.open(path))
 
 
-def videos_of(path: pathlib.Path) -> VideoModel:
+def videos_of(path: pathlib.Path) -> FramePairs:
     video = model_of(path).video
-    assert video is not None
+    assert isinstance(video, FramePairs)
     return video
 
 
@@ -86,7 +86,7 @@ def test_frames_are_sized_as_the_familys_video_processor_sizes_them(
 
 def test_a_frame_of_glm_has_no_more_pixels_than_an_image(folder: Folder) -> None:
     model = model_of(folder("glm4v"))
-    assert model.video is not None
+    assert isinstance(model.video, FramePairs)
     most = model.source.processor.size.longest_edge // 2
     assert model.video.settings.frame_cap == most < model.video.settings.most_pixels // 2
     for width, height, num_frames in ((5000, 4000, 2), (5000, 4000, 3), (4000, 5000, 9)):
@@ -104,7 +104,7 @@ def test_no_pair_has_more_rows_than_the_largest(folder: Folder, name: str) -> No
     model = model_of(folder(name))
     assert model.video is not None
     sizes = [*SIZES, (2000, 10, 2), (10, 2000, 2), (2000, 10, 64), (300, 300, 2), (200_000, 1000, 2)]
-    rows = [model.video.pair_shape(model.frame_size(*size, None)).num_rows for size in sizes]
+    rows = [model.video.entry_shape(model.frame_size(*size, None)).num_rows for size in sizes]
     assert max(rows) <= model.video.most_rows <= model.most_rows
     assert max(rows) > model.video.most_rows * 0.8
 

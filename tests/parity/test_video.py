@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from decoder_svc.scheduling.prompt import Prompt
-from tests.parity import offline, videos
+from tests.parity import frame_videos, offline, videos
+from tests.parity.pair_videos import PairModel
 from tests.parity.videos import Part, Video, VideoModel, frames
 from tests.tiny_families import FAMILIES
 
 WITH_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-NAMES = (*WITH_AXES, "exaone4_5", "glm4v", "glm46v", "glm4v_moe")
+NAMES = (
+    *WITH_AXES,
+    "qwen2_5_omni_thinker",
+    "exaone4_5",
+    "glm4v",
+    "glm46v",
+    "glm4v_moe",
+    *frame_videos.MODELS,
+)
 SMALL_STEP = 11
 
 
@@ -35,7 +44,7 @@ class Asked:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
     base = tmp_path_factory.mktemp("videos")
-    return functools.cache(lambda name: Asked(VideoModel(FAMILIES[name], base / name)))
+    return functools.cache(lambda name: Asked(frame_videos.MODELS.get(name, PairModel)(FAMILIES[name], base / name)))
 
 
 @pytest.fixture(params=NAMES)
@@ -53,7 +62,9 @@ def test_cold(asked: Asked) -> None:
 
 
 def test_chunked(asked: Asked) -> None:
-    session = offline.Session(asked.offline, max_num_batched_tokens=SMALL_STEP)
+    # A frame whose rows see each other is not split.
+    spans = [span.length for prompt in asked.prompts for span in prompt.mutual_spans]
+    session = offline.Session(asked.offline, max_num_batched_tokens=max([SMALL_STEP, *spans]))
     assert session.ask(asked.prompts).token_ids == asked.expected
     starts = {chunk.start for step in session.steps for chunk in step.chunks if chunk.num_tokens > 1}
     assert len(starts) > len(asked.prompts), "prompts are cut"
@@ -80,13 +91,20 @@ def test_prefix_hits_at_each_block_of_a_video(asked: Asked) -> None:
     assert sum(request.usage.cached_prompt_tokens > 0 for request in again.requests) > len(asked.prompts) // 2
 
 
-def test_pairs_are_shared_between_videos_and_positions(asked: Asked) -> None:
-    """The same two frames, first and last of two videos, are one entry; in reverse order they are another."""
-    one, other = asked.prompts[7].images, asked.prompts[8].images
-    assert [item.key for item in one] == [item.key for item in other][::-1]
+def test_entries_are_shared_between_videos_and_positions(asked: Asked) -> None:
+    """The same two frames, first and last of two videos, are the same entries.
+
+    In reverse order they are another entry if they are encoded as a pair.
+    """
+    one, other = ([item.key for item in asked.prompts[number].images] for number in (7, 8))
+    half = len(one) // 2
+    assert one == other[half:] + other[:half]
     (first, second) = frames(1, 2)
-    turned = asked.model.prompt([Video([second, first])])
-    assert turned.images[0].key not in {item.key for item in one}
+    turned = [item.key for item in asked.model.prompt([Video([second, first])]).images]
+    if asked.model.text.family.frames_per_entry == 1:
+        assert turned == one[:half][::-1]
+    else:
+        assert not set(turned) & set(one)
 
 
 def test_blocks_are_not_shared_where_the_time_differs(asked: Asked) -> None:
@@ -104,7 +122,7 @@ def test_positions_are_those_of_transformers_where_space_outlasts_time(asked: As
     """The rule of transformers 5.23 starts the text after a video's height and width, regardless of its time."""
     model = asked.model
     parts: list[Part] = [Video(frames(1, 4, 140, 56), fps=4.0), "what", Video(frames(2, 2, 56, 140)), "is it"]
-    prompt, inputs = model.prompt(parts), model._inputs(parts)
+    prompt, inputs = model.prompt(parts), model.inputs(parts)
     theirs, delta = type(model.reference.model).get_rope_index(
         model.reference.model,
         **{name: inputs[name] for name in ("input_ids", "mm_token_type_ids", "video_grid_thw")},

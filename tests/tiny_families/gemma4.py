@@ -31,6 +31,7 @@ _TEMPLATE = (
     "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '\n\n<|image|>\n\n' }}"
+    "{% elif part['type'] == 'video' %}{{ '\n\n<|video|>\n\n' }}"
     "{% elif part['type'] == 'text' %}{{ part['text'] | trim }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<turn|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"

@@ -13,8 +13,8 @@ from tests.tiny_families import parts
 
 NAME = "llava_next_video"
 
-_SIDE = 60
-_PATCH = 20
+SIDE = 60
+PATCH = 15
 _PINPOINTS = [[60, 120], [120, 60], [120, 120], [180, 60], [60, 180]]
 # Vicuna's form: speakers are plain text in capitals.
 _TEMPLATE = (
@@ -32,7 +32,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Builds a model with 9 rows for the whole image, then those of its tiles with a row after each line: up to 51."""
+    """Builds a model with 16 rows for the whole image, then those of its tiles with a row after each line: up to 88."""
     special = ["<unk>", "<s>", "</s>", "<video>", "<image>", "<pad>"]
     tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE, adds_bos=True)
     config = transformers.LlavaNextVideoConfig(
@@ -42,8 +42,8 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
             projection_dim=tiny_models.HIDDEN_SIZE,
             num_hidden_layers=tiny_models.NUM_LAYERS,
             num_attention_heads=4,
-            image_size=_SIDE,
-            patch_size=_PATCH,
+            image_size=SIDE,
+            patch_size=PATCH,
         ),
         text_config=transformers.LlamaConfig(
             **tiny_models._text_config(tokenizer),
@@ -51,17 +51,17 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         ),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
-        image_seq_length=(_SIDE // _PATCH) ** 2,
+        image_seq_length=(SIDE // PATCH) ** 2,
         image_grid_pinpoints=_PINPOINTS,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
     )
     images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": _SIDE},
-        crop_size={"height": _SIDE, "width": _SIDE},
+        size={"shortest_edge": SIDE},
+        crop_size={"height": SIDE, "width": SIDE},
         image_grid_pinpoints=_PINPOINTS,
     )
-    settings = {"patch_size": _PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    settings = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     processor = parts.whole_processor(_processor_class(), images, tokenizer, settings)
     model = parts.random_model(
         transformers.LlavaNextVideoForConditionalGeneration,

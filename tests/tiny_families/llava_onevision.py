@@ -14,9 +14,9 @@ from tests.tiny_families import parts
 
 NAME = "llava_onevision"
 
-_SIDE = 64
-_PATCH = 16
-_PINPOINTS = [[_SIDE * lines, _SIDE * columns] for lines, columns in itertools.product((1, 2, 3), repeat=2)]
+SIDE = 64
+PATCH = 16
+_PINPOINTS = [[SIDE * lines, SIDE * columns] for lines, columns in itertools.product((1, 2, 3), repeat=2)]
 _ASPECT = "anyres_max_2"
 # ChatML with a space after the role; a turn's images come before its text, separated by a line break.
 _TEMPLATE = (
@@ -42,8 +42,8 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
             intermediate_size=2 * tiny_models.HIDDEN_SIZE,
             num_hidden_layers=tiny_models.NUM_LAYERS,
             num_attention_heads=4,
-            image_size=_SIDE,
-            patch_size=_PATCH,
+            image_size=SIDE,
+            patch_size=PATCH,
             vision_use_head=False,
         ),
         text_config=transformers.Qwen2Config(
@@ -58,13 +58,13 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         vision_feature_select_strategy="full",
     )
     images = LlavaOnevisionImageProcessorPil(
-        size={"height": _SIDE, "width": _SIDE},
+        size={"height": SIDE, "width": SIDE},
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
         image_grid_pinpoints=_PINPOINTS,
     )
     settings = {
-        "num_image_tokens": (_SIDE // _PATCH) ** 2,
+        "num_image_tokens": (SIDE // PATCH) ** 2,
         "vision_feature_select_strategy": "full",
         "vision_aspect_ratio": _ASPECT,
     }

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage, VideoFrame, VideoSource
-from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
+from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest, pair_digest
 from lookonce.errors import (
@@ -67,7 +67,7 @@ def digest_of(source: ImageSource) -> ImageDigest:
 def split_all(splitter: VideoSplitter, visuals: list[ImageSource | VideoSource]) -> list[SplitVideo]:
     """Reads all frames and splits the videos, as a decoder does."""
     facts = []
-    for index, frame in frames_of(visuals):
+    for index, frame in splitter.frames_of(visuals):
         with located_in_image(index):
             facts.append(None if frame.data is None else splitter.read(frame.data))
     return splitter.split_all(visuals, facts)

@@ -51,7 +51,7 @@ def test_rows_of_copies_are_left_out(vision_model: Models) -> None:
 def pair_options(model: VisionModel) -> ProcessorOptions:
     video = model.adapter.model.video
     assert video is not None
-    side = 4 * video.settings.factor
+    side = 4 * video.unit[0]
     return ProcessorOptions(frame_size=(side, side))
 
 
@@ -59,8 +59,8 @@ def test_a_single_frame_stands_for_two_equal_ones(vision_model: Models) -> None:
     model = vision_model("qwen2_vl")
     options = pair_options(model)
     frame = image_files.noise(1, 100, 80)
-    one = model.adapter.pair_inputs([frame], options)
-    two = model.adapter.pair_inputs([frame, frame], options)
+    one = model.adapter.frame_inputs([frame], options)
+    two = model.adapter.frame_inputs([frame, frame], options)
     assert one.num_rows == two.num_rows
     assert torch.equal(one.pixel_values, two.pixel_values)
 
@@ -69,10 +69,10 @@ def test_each_frame_fills_its_own_half_of_a_pair(vision_model: Models) -> None:
     model = vision_model("qwen2_vl")
     options = pair_options(model)
     first, second = image_files.noise(1, 100, 80), image_files.noise(2, 100, 80)
-    both = model.adapter.pair_inputs([first, second], options)
+    both = model.adapter.frame_inputs([first, second], options)
     side = model.adapter.processor.patch_size
     for index, frame in enumerate((first, second)):
-        alone = model.adapter.pair_inputs([frame], options)
+        alone = model.adapter.frame_inputs([frame], options)
         halves = [one.pixel_values.view(-1, 3, 2, side, side)[:, :, index] for one in (both, alone)]
         assert torch.equal(*halves)
 
@@ -92,5 +92,5 @@ def test_a_frame_is_small_before_the_next_one_is_decoded(vision_model: Models) -
             assert len(resized) == number
             yield Frame()
 
-    model.adapter.pair_inputs(frames(), options)
+    model.adapter.frame_inputs(frames(), options)
     assert len(resized) == 2

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lookonce.families.base import FamilySource, FramePlace, VideoRule
-from lookonce.families.video import VideoModel, VideoSettings, even_share
+from lookonce.families.base import FamilySource, FramePlace, PairRule
+from lookonce.families.frame_pairs import FramePairs, PairSettings, even_share
 
 FACTOR = 28
 PROCESSOR = types.SimpleNamespace(patch_size=14, merge_size=2, temporal_patch_size=2)
 SETTINGS = {"size": {"shortest_edge": 4 * FACTOR**2, "longest_edge": 24 * FACTOR**2}, "max_video_tokens": 100}
-RULE = VideoRule(
+RULE = PairRule(
     defaults=SETTINGS,
     frame_size=lambda settings, width, height, num_frames, most: (2 * FACTOR, 3 * FACTOR),
     bounded_frames=lambda num_frames: num_frames,
@@ -25,14 +25,14 @@ def source(video: dict[str, Any] | None = None, **config: Any) -> FamilySource:
     return FamilySource(types.SimpleNamespace(**{"video_token_id": 7, **config}), PROCESSOR, {}, {}, video or {})
 
 
-def model(rule: VideoRule = RULE, **video: Any) -> VideoModel:
-    loaded = VideoModel.load(source(video), rule)
+def model(rule: PairRule = RULE, **video: Any) -> FramePairs:
+    loaded = FramePairs.load(source(video), rule)
     assert loaded is not None
     return loaded
 
 
 def test_a_folder_without_a_video_token_has_no_videos() -> None:
-    assert VideoModel.load(source(video_token_id=None), RULE) is None
+    assert FramePairs.load(source(video_token_id=None), RULE) is None
 
 
 def test_a_frame_size_is_whole_rows_and_at_most_the_largest_pair() -> None:
@@ -67,7 +67,7 @@ def test_a_rule_with_a_time_axis_places_each_pair_on_it() -> None:
 @pytest.mark.parametrize("ticks", [0.0, 1e9])
 def test_time_steps_out_of_range_are_refused(ticks: float) -> None:
     with pytest.raises(ValueError, match="time steps"):
-        VideoModel.load(source(), replace(RULE, time_steps=lambda _config, _seconds: ticks))
+        FramePairs.load(source(), replace(RULE, time_steps=lambda _config, _seconds: ticks))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_time_steps_out_of_range_are_refused(ticks: float) -> None:
 )
 def test_settings_that_do_not_fit_are_refused(video: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        VideoModel.load(source(video), RULE)
+        FramePairs.load(source(video), RULE)
 
 
 def test_the_folders_settings_win_over_the_familys_and_null_means_unset() -> None:
-    assert model(max_pixels=9 * FACTOR**2, min_pixels=None).settings == VideoSettings(
+    assert model(max_pixels=9 * FACTOR**2, min_pixels=None).settings == PairSettings(
         least_pixels=4 * FACTOR**2,
         most_pixels=9 * FACTOR**2,
         factor=FACTOR,
@@ -99,7 +99,7 @@ def test_the_folders_settings_win_over_the_familys_and_null_means_unset() -> Non
 
 
 def test_the_largest_pair_is_bounded_by_the_cap_of_a_frame() -> None:
-    def capped(num_rows: int | None) -> VideoModel:
+    def capped(num_rows: int | None) -> FramePairs:
         cap = None if num_rows is None else num_rows * FACTOR**2
         return model(replace(RULE, frame_cap=lambda _source: cap), max_pixels=2000 * FACTOR**2)
 
