@@ -124,9 +124,9 @@ class VisionModel:
         try:
             inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
             if (video := self.adapter.model.video) is not None:
-                options = ProcessorOptions(frame_size=video.unit)
-                frames = [PIL.Image.new("RGB", video.unit, (127, 127, 127))] * video.frames_per_entry
-                inputs.append(self.adapter.frame_inputs(frames, options))
+                number = video.frames_per_entry
+                options = ProcessorOptions(frame_size=video.frame_size(*images[0].size, number, None))
+                inputs.append(self.adapter.frame_inputs(images[:1] * number, options))
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error

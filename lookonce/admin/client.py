@@ -81,8 +81,8 @@ class AdminClient:
     ) -> list[EvictedImage]:
         """Removes images from every cache: the shared one, all encoders, all decoders. Returns one result per image.
 
-        All entries of an image go, whatever their encoder and options, and all pairs of video frames with it. After the
-        call the shared cache and this encoder have none of its rows. Other processes drop theirs as soon as they
+        All entries of an image go, whatever their encoder and options, and all entries of video frames with it. After
+        the call the shared cache and this encoder have none of its rows. Other processes drop theirs as soon as they
         receive the message, usually within milliseconds. An image that no cache has is no error. Removes 256 images per
         request: after an error, call again with all of them.
         """

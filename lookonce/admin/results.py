@@ -14,7 +14,7 @@ class EvictedImage:
     image: ImageRef
     # Entries of the image that the shared cache had: one for each encoder and set of options.
     entries: int
-    # Pairs of video frames with the image that the shared cache had.
+    # Pairs of video frames with the image, and single frames, that the shared cache had.
     pairs: int
 
     @property

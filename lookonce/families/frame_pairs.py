@@ -76,7 +76,7 @@ class FramePairs:
 
     @property
     def takes_image_token(self) -> bool:
-        """See `VideoModel`."""
+        """Whether rows take the place of the token of images."""
         return self.rule.takes_image_token
 
     @property
@@ -86,11 +86,11 @@ class FramePairs:
 
     @property
     def pixels(self) -> Mapping[str, Any]:
-        """See `VideoModel`."""
+        """The settings on which the pixels of frames depend."""
         return self.settings.pixels
 
     def placeholder(self, token: str) -> str:
-        """See `VideoModel`."""
+        """Returns the text that the frames replace."""
         return self.rule.placeholder(token)
 
     def least_pixels(self, num_frames: int) -> int:

@@ -47,26 +47,26 @@ class SingleFrames:
 
     @property
     def takes_image_token(self) -> bool:
-        """See `VideoModel`."""
+        """Whether rows take the place of the token of images."""
         return self.token_id is None
 
     @property
     def unit(self) -> tuple[int, int]:
-        """See `VideoModel`."""
+        """Width and height of the square that becomes a row."""
         return self.sizing.unit
 
     @property
     def most_rows(self) -> int:
-        """See `VideoModel`."""
+        """Rows of the largest entry."""
         return self.sizing.most_units * self.sizing.rows_per_unit
 
     @property
     def pixels(self) -> Mapping[str, Any]:
-        """See `VideoModel`."""
+        """The settings on which the pixels of frames depend."""
         return {"processor": type(self.processor).__name__, **self.arguments}
 
     def placeholder(self, token: str) -> str:
-        """See `VideoModel`."""
+        """Returns the text that the frames replace."""
         return self._placeholder or token
 
     def least_pixels(self, _num_frames: int) -> int | None:
@@ -80,15 +80,15 @@ class SingleFrames:
         return self.sizing.size(width, height)
 
     def is_frame_size(self, width: int, height: int) -> bool:
-        """See `VideoModel`."""
+        """Whether frames are resized to this size."""
         return 0 < self._num_units(width, height) <= self.sizing.most_units
 
     def entry_shape(self, frame_size: tuple[int, int]) -> ImageShape:
-        """See `VideoModel`."""
+        """Returns the expansion of an entry with all its rows."""
         return ImageShape((self._num_units(*frame_size) * self.sizing.rows_per_unit,))
 
     def shapes(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageShape]:
-        """See `VideoModel`."""
+        """Returns the expansion of each frame."""
         num_rows = self.entry_shape(frame_size).num_rows
         shapes = []
         for index in range(num_frames):

@@ -14,6 +14,8 @@ from lookonce.families import idefics3
 from lookonce.families.base import FamilySource, FrameRule, FrameSizing
 from lookonce.families.single_frames import fixed_size, timestamp
 
+# Size in transformers if a folder states none.
+_DEFAULT_SIZE = {"longest_edge": 4 * 364}
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -43,7 +45,8 @@ def _frame_sizing(source: FamilySource, settings: Mapping[str, Any]) -> FrameSiz
 
 def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of frames: resized to their longest edge, then made squares."""
-    size = settings.get("size") or settings["video_sampling"]["video_size"]
+    # Older folders have the size of frames beside the rate of sampling, and may have both.
+    size = settings.get("size") or settings.get("video_sampling", {}).get("video_size") or _DEFAULT_SIZE
     return {"size": size, "max_image_size": settings["max_image_size"], "do_image_splitting": False}
 
 
@@ -59,7 +62,6 @@ def _texts(_source: FamilySource, index: int, num_frames: int, fps: float) -> tu
 
 VIDEO = FrameRule(
     defaults={
-        "size": {"longest_edge": 4 * 364},
         "max_image_size": {"longest_edge": 364},
         "resample": 1,
         "image_mean": [0.5, 0.5, 0.5],

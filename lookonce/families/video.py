@@ -1,4 +1,4 @@
-"""What all families with videos have in common: the interface of a folder's rules, and the settings of its processor.
+"""The interface of the rules for videos that a folder has, and the settings of its video processor.
 
 Frames are encoded in pairs (frame_pairs.py) or one by one (single_frames.py). An entry of the cache holds a pair or a
 single frame, and is encoded, cached and fetched like an image. transformers' video processors need torchvision, so
@@ -47,7 +47,7 @@ class VideoModel(Protocol):
 
     @property
     def pixels(self) -> Mapping[str, Any]:
-        """Settings of which the pixels of frames depend, beside those of the image processor."""
+        """The settings on which the pixels of frames depend, beside those of the image processor."""
 
     def placeholder(self, token: str) -> str:
         """Returns the text that the frames replace in a rendered prompt; `token` is the token of videos, if any."""

@@ -6,12 +6,10 @@ import asyncio
 import json
 import os
 import pathlib
-import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import PIL.Image
 import pytest
@@ -23,92 +21,28 @@ from lookonce.content_key import image_digest
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, FingerprintMismatchError, InvalidInputError, UnsupportedError
-from lookonce.generation import Generation, Message, Part
+from lookonce.generation import Message
 from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.sdk.connection.channel import Deadline
 from lookonce.videos import Video
-from tests.conftest import REPOSITORY, SERVICE_FLAGS
-from tests.in_process_stack import InProcessStack
+from tests.conftest import REPOSITORY
+from tests.e2e.served_videos import MAX_FRAMES, Served, answer, said, served_videos
 from tests.lookonce.command import run_here
-from tests.parity import offline, videos
+from tests.parity import videos
+from tests.parity.pair_videos import PairModel
 from tests.tiny_families import FAMILIES
-
-MAX_FRAMES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """One user turn and what `generate` answers."""
-
-    parts: list[videos.Part]
-    expected: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A family's running services and its questions."""
-
-    stack: InProcessStack
-    chats: list[Chat]
-    # Distinct images and pairs of frames in them.
-    num_entries: int
-    # Pixels that make a row.
-    square: int
-
-    @property
-    def num_encodes(self) -> int:
-        """Number of encodes since the services started."""
-        return int(self.stack.metric(self.stack.encoders, "lookonce_encoder_encodes_total"))
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = videos.VideoModel(FAMILIES[request.param], tmp_path_factory.mktemp("videos") / request.param)
-    chats = [Chat(parts, model.question(parts)[0].expected) for parts in videos.questions(model, random.Random(4))]
-    limits = (
-        "--max-num-batched-tokens",
-        "40",
-        "--max-num-seqs",
-        "12",
-        "--max-video-frames-per-prompt",
-        str(MAX_FRAMES),
-    )
-    with InProcessStack(
-        model.config.folder,
-        dtype="float32",
-        encoder_arguments=SERVICE_FLAGS,
-        decoder_arguments=(*SERVICE_FLAGS, *limits),
-    ) as stack:
-        yield Served(stack, chats, len(model.rows), model.square)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PairModel:
+    return PairModel(FAMILIES[request.param], tmp_path_factory.mktemp("videos") / request.param)
 
 
-def said(parts: Sequence[videos.Part], *, by_digest: bool = False) -> list[Part]:
-    """Returns the parts as a user of the SDK writes them."""
-
-    def image(picture: PIL.Image.Image) -> ImageRef:
-        file = videos.png(picture)
-        return ImageRef.from_digest(image_digest(file)) if by_digest else ImageRef.from_bytes(file)
-
-    def part_of(part: videos.Part) -> Part:
-        if isinstance(part, str):
-            return part
-        if isinstance(part, PIL.Image.Image):
-            return image(part)
-        size = part.frames[0].size if by_digest else None
-        return Video.from_frames(
-            [image(frame) for frame in part.frames], fps=part.fps, max_pixels=part.max_pixels, size=size
-        )
-
-    return [part_of(part) for part in parts]
-
-
-async def answer(target: str, parts: list[Part]) -> Generation:
-    num_tokens = offline.MAX_NEW_TOKENS
-    async with AsyncClient.connect(target) as client:
-        return await client.generate(
-            [Message("user", parts)], max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0
-        )
+@pytest.fixture(scope="module")
+def served(model: PairModel) -> Iterator[Served]:
+    with served_videos(model) as running:
+        yield running
 
 
 async def test_answers_are_those_of_generate_and_each_pair_is_encoded_once(served: Served) -> None:
@@ -212,8 +146,8 @@ def wrong_videos(square: int) -> dict[str, tuple[pb.VideoSource, str]]:
 
 
 @pytest.mark.parametrize("what", sorted(wrong_videos(1)))
-async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) -> None:
-    video, reason = wrong_videos(served.square)[what]
+async def test_a_wrong_video_is_refused_and_says_why(served: Served, model: PairModel, what: str) -> None:
+    video, reason = wrong_videos(model.square)[what]
     params = pb.GenerateParams(sampling=pb.SamplingParams(max_tokens=1))
     params.chat.messages.add(role=pb.ROLE_USER).parts.add(video=video)
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
@@ -266,8 +200,8 @@ def pair_items(square: int) -> dict[str, tuple[common_pb2.ImageSource, str]]:
 
 
 @pytest.mark.parametrize("what", sorted(pair_items(1)))
-async def test_a_wrong_pair_is_refused_by_the_encoder(served: Served, what: str) -> None:
-    image, reason = pair_items(served.square)[what]
+async def test_a_wrong_pair_is_refused_by_the_encoder(served: Served, model: PairModel, what: str) -> None:
+    image, reason = pair_items(model.square)[what]
     num_before = served.num_encodes
     request = encoder_pb2.EncodeRequest(items=[encoder_pb2.EncodeItem(image=image)])
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
@@ -288,4 +222,5 @@ async def test_a_model_without_videos_says_so(stack: LocalStack) -> None:
 
 async def test_a_model_with_videos_says_how_many_frames(served: Served) -> None:
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
-        assert (await client.model_info()).max_video_frames == MAX_FRAMES
+        info = await client.model_info()
+    assert (info.max_video_frames, info.frames_per_entry) == (MAX_FRAMES, 2)

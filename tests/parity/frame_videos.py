@@ -91,7 +91,7 @@ class _VideoMethodModel(FrameModel):
         return outputs[0]
 
     def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
-        """See `FrameModel`."""
+        """Returns the arguments with pixels."""
         self._shown = [
             torch.stack([_normal(self.sized(frame)) for frame in video.frames])
             for video in visuals
@@ -114,16 +114,16 @@ class OneVision(_VideoMethodModel):
     image_options: ClassVar[dict[str, Any]] = {}
 
     def video_settings(self) -> dict[str, Any]:
-        """See `VideoModel`."""
+        """Returns settings that fit the tiny model."""
         return {"size": {"height": self.side, "width": self.side}}
 
     def said(self, video: Video) -> str:
-        """See `FrameModel`."""
+        """Returns the text of a video, with a mark for each row."""
         per_side = math.ceil(self.side / llava_onevision.PATCH / 2)
         return _VIDEO_ROW * (len(video.frames) * per_side**2 + 1)
 
     def sized(self, frame: _Picture) -> _Picture:
-        """See `_VideoMethodModel`."""
+        """Returns the frame as the tower sees it."""
         return frame.resize((self.side, self.side), _BICUBIC)
 
 
@@ -134,15 +134,15 @@ class NextVideo(_VideoMethodModel):
     image_options: ClassVar[dict[str, Any]] = {}
 
     def video_settings(self) -> dict[str, Any]:
-        """See `VideoModel`."""
+        """Returns settings that fit the tiny model."""
         return {"size": {"shortest_edge": self.side}, "crop_size": {"height": self.side, "width": self.side}}
 
     def said(self, video: Video) -> str:
-        """See `FrameModel`."""
+        """Returns the text of a video, with a mark for each row."""
         return _VIDEO_ROW * (len(video.frames) * (self.side // llava_next_video.PATCH) ** 2 // 4)
 
     def sized(self, frame: _Picture) -> _Picture:
-        """See `_VideoMethodModel`."""
+        """Returns the frame as the tower sees it."""
         shorter = min(frame.size)
         width, height = (int(self.side * side / shorter) for side in frame.size)
         left, top = (width - self.side) // 2, (height - self.side) // 2
@@ -155,21 +155,21 @@ class Intern(FrameModel):
     image_options: ClassVar[dict[str, Any]] = {"crop_to_patches": True}
 
     def video_settings(self) -> dict[str, Any]:
-        """See `VideoModel`."""
+        """Returns settings that fit the tiny model."""
         return {"size": {"height": internvl.TILE, "width": internvl.TILE}}
 
     @property
     def row_token(self) -> str:
-        """The token of images."""
+        """The token of images, as for tiles."""
         return str(self.processor.image_token)
 
     def said(self, video: Video) -> str:
-        """See `FrameModel`."""
+        """Returns the text of a video, with a mark for each row."""
         rows = _VIDEO_ROW * internvl.ROWS_PER_TILE
         return "\n".join(f"Frame{number}: <img>{rows}</img>" for number in range(1, len(video.frames) + 1))
 
     def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
-        """See `FrameModel`."""
+        """Returns the arguments with pixels."""
         tiles: list[torch.Tensor] = []
         of_images = iter(found["pixel_values"].split(list(found["num_patches"])) if found else [])
         for visual in visuals:
@@ -188,16 +188,16 @@ class Smol(FrameModel):
     longest = 3 * idefics3.TILE
 
     def video_settings(self) -> dict[str, Any]:
-        """See `VideoModel`."""
+        """Returns settings that fit the tiny model."""
         return {"size": {"longest_edge": self.longest}, "max_image_size": {"longest_edge": idefics3.TILE}}
 
     @property
     def row_token(self) -> str:
-        """The token of images."""
+        """The token of images, as for tiles."""
         return str(self.processor.image_token)
 
     def said(self, video: Video) -> str:
-        """See `FrameModel`."""
+        """Returns the text of a video, with a mark for each row."""
         number = num2words.num2words(len(video.frames))
         duration = datetime.timedelta(seconds=int(len(video.frames) / video.fps))
         text = f"You are provided the following series of {number} frames from a {duration} [H:MM:SS] video.\n"
@@ -208,7 +208,7 @@ class Smol(FrameModel):
         return text + "\n\n"
 
     def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
-        """See `FrameModel`."""
+        """Returns the arguments with pixels."""
         tiles: list[torch.Tensor] = []
         counts = (
             [
@@ -242,7 +242,7 @@ class Gemma(FrameModel):
     most_rows = 70
 
     def video_settings(self) -> dict[str, Any]:
-        """See `VideoModel`."""
+        """Returns settings that fit the tiny model."""
         return {"max_soft_tokens": self.most_rows}
 
     @property
@@ -252,16 +252,17 @@ class Gemma(FrameModel):
         return int(images.patch_size * images.pooling_kernel_size)
 
     def said(self, video: Video) -> str:
-        """See `FrameModel`."""
+        """Returns the text of a video, with a mark for each row."""
         columns, lines = self._grid(*video.frames[0].size)
         rows = _VIDEO_ROW * (columns * lines)
         times = [divmod(int(index / video.fps), 60) for index in range(len(video.frames))]
         return " ".join(f"{minutes:02d}:{seconds:02d} <|image>{rows}<image|>" for minutes, seconds in times)
 
     def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
-        """See `FrameModel`."""
+        """Returns the arguments with pixels."""
         shown = [visual for visual in visuals if isinstance(visual, Video)]
-        given = {name: found[name] for name in ("pixel_values", "image_position_ids") if name in found}
+        names = ("pixel_values", "image_position_ids")
+        given: dict[str, Any] = {name: found[name] for name in names if name in found}
         if not shown:
             return given
         frames = [self._patches(frame) for video in shown for frame in video.frames]

@@ -55,7 +55,7 @@ class PairModel(videos.VideoModel):
         return int(self.processor.image_processor.merge_size)
 
     def video_settings(self) -> dict[str, Any]:
-        """See `VideoModel`."""
+        """Returns settings that fit the tiny model."""
         size = {"shortest_edge": LEAST_ROWS * self.square, "longest_edge": MOST_ROWS * self.square}
         return {"size": size, "temporal_patch_size": 2}
 

@@ -99,6 +99,18 @@ def test_a_missing_frame_sends_its_whole_video_as_bytes() -> None:
     assert frames_sent() == [True] * 3
 
 
+@pytest.mark.parametrize(("frames_per_entry", "index_of_image"), [(2, 2), (1, 3), (0, 2)])
+def test_entries_are_counted_as_the_server_counts_them(frames_per_entry: int, index_of_image: int) -> None:
+    """0 stands for a server that is older than the field, and has pairs."""
+    video = Video.from_frames(LARGE[:3], size=(8, 8))
+    prompt = PreparedPrompt([Message("user", [video, LARGE[3], "what"])], (), {})
+    info = _info(frames_per_entry=frames_per_entry)
+    assert prompt.missing(_lacks(index_of_image), info) == [LARGE[3].digest]
+    assert prompt.missing(_lacks(index_of_image - 1), info) == [image.digest for image in LARGE[:3]]
+    with pytest.raises(EmbeddingNotCachedError):
+        prompt.missing(_lacks(index_of_image + 1), info)
+
+
 def test_a_video_without_its_size_is_sent_as_bytes_at_once() -> None:
     prompt = PreparedPrompt([Message("user", [Video.from_frames(LARGE[:2]), "what"])], (), {})
     assert all(frame.HasField("data") for frame in prompt.params().chat.messages[0].parts[0].video.frames)
