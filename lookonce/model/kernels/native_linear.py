@@ -33,6 +33,8 @@ SOURCES = pathlib.Path(__file__).with_name("native")
 PANEL_OUTPUTS = 32
 # The kernel has no memory for the sums of smaller groups.
 _LEAST_GROUP_INPUTS = 16
+# Inputs in a word where the kernel multiplies bytes.
+_BYTE_INPUTS = 4
 
 
 class Linear(ctypes.Structure):
@@ -48,6 +50,7 @@ class Linear(ctypes.Structure):
         ("offsets", ctypes.c_void_p),
         ("group_inputs", ctypes.c_int64),
         ("code_form", ctypes.c_int64),
+        ("word_inputs", ctypes.c_int64),
     )
 
 
@@ -62,6 +65,8 @@ class _Codes:
     offsets: Tensor
     group_inputs: int
     form: CodeForm
+    # Inputs in a word of codes of one output.
+    word_inputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class PackedWeights:
             struct.codes = self.codes.codes.data_ptr()
             struct.scales, struct.offsets = self.codes.scales.data_ptr(), self.codes.offsets.data_ptr()
             struct.group_inputs, struct.code_form = self.codes.group_inputs, self.codes.form
+            struct.word_inputs = self.codes.word_inputs
         return struct
 
     @property
@@ -125,10 +131,13 @@ def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
 def _packed_codes(weight: QuantizedWeight) -> _Codes:
     if weight.group_inputs < min(_LEAST_GROUP_INPUTS, weight.shape[1]):
         raise ValueError(f"groups have {weight.group_inputs} inputs; the kernel needs {_LEAST_GROUP_INPUTS}")
-    per_word = 4 // weight.dtype.itemsize
+    word_inputs = _word_inputs(weight)
     # [panels, inputs in words, 32 outputs × inputs of a word]
-    codes = weight.codes.unflatten(1, (-1, per_word)).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).flatten(2)
+    codes = F.pad(weight.codes, (0, -weight.shape[1] % word_inputs))
+    codes = codes.unflatten(1, (-1, word_inputs)).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).flatten(2)
     codes = codes.contiguous().view(torch.uint8)
+    if word_inputs == _BYTE_INPUTS and weight.form is CodeForm.INT8:
+        codes ^= 0x80
     if weight.form is CodeForm.INT4:
         low, high = codes.chunk(2, dim=2)
         codes = (low | high << 4).contiguous()
@@ -136,7 +145,20 @@ def _packed_codes(weight: QuantizedWeight) -> _Codes:
         part.float().unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
         for part in (weight.scales, weight.offsets)
     )
-    return _Codes(codes, scales, offsets, weight.group_inputs, weight.form)
+    return _Codes(codes, scales, offsets, weight.group_inputs, weight.form, word_inputs)
+
+
+def _word_inputs(weight: QuantizedWeight) -> int:
+    """Returns how many inputs of an output lie side by side: four where the kernel multiplies bytes."""
+    per_word = 4 // weight.dtype.itemsize
+    has_bytes = weight.form is not CodeForm.FLOAT8 and weight.dtype is torch.bfloat16
+    # A word belongs to one group.
+    is_whole = weight.group_inputs % _BYTE_INPUTS == 0 or weight.group_inputs >= weight.shape[1]
+    if not has_bytes or not is_whole:
+        return per_word
+    most = ctypes.c_int64()
+    load_library(SOURCES).function("lookonce_most_word_inputs")(ctypes.byref(most))
+    return max(per_word, most.value)
 
 
 class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here

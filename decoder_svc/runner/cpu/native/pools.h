@@ -89,9 +89,7 @@ void expand_codes(const int8_t* codes, int64_t count, typename Type::Element* to
   for (int64_t i = 0; i < count; i += kLanes) {
     Floats value;
     for (int p = 0; p < kRegisters; ++p) {
-      CodeLanes narrow;
-      std::memcpy(&narrow, codes + i + p * kRegisterLanes, sizeof narrow);
-      value.part[p] = __builtin_convertvector(narrow, FloatRegister);
+      value.part[p] = __builtin_convertvector(load_bytes(codes + i + p * kRegisterLanes), FloatRegister);
     }
     Type::store(to + i, value);
   }

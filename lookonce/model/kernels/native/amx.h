@@ -50,8 +50,8 @@ class AmxTiles {
   }
 
   // Computes sums [16, 32] of the lower and of the upper bytes of 1 … 16 rows of integers, times `right`, whose words
-  // [16 · num_tiles, 32] hold four factors of one column each. The stride counts bytes.
-  void multiply_bytes(int64_t num_rows, const uint8_t* lower, const int8_t* upper, int64_t left_stride,
+  // [16 · num_tiles, 32] hold four factors of one column each, which are unsigned. The stride counts bytes.
+  void multiply_bytes(int64_t num_rows, const int8_t* lower, const int8_t* upper, int64_t left_stride,
                       const uint32_t* right, int64_t num_tiles, int32_t* sums_of_lower, int32_t* sums_of_upper) {
     set_shapes(num_rows, num_rows, kTileSide);
     _tile_zero(0);
@@ -63,11 +63,11 @@ class AmxTiles {
       _tile_loadd(6, right + tile * kTileSide * kTileColumns, kStride);
       _tile_loadd(7, right + tile * kTileSide * kTileColumns + kLanes, kStride);
       _tile_loadd(4, lower + tile * kTileBytes, left_stride);
-      _tile_dpbusd(0, 4, 6);
-      _tile_dpbusd(1, 4, 7);
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 7);
       _tile_loadd(5, upper + tile * kTileBytes, left_stride);
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
     }
     _tile_stored(0, sums_of_lower, kStride);
     _tile_stored(1, sums_of_lower + kLanes, kStride);

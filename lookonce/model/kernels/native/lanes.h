@@ -44,6 +44,50 @@ typedef uint32_t WordRegister __attribute__((vector_size(kRegisterBytes)));
 typedef int32_t IntegerRegister __attribute__((vector_size(kRegisterBytes)));
 typedef uint16_t HalfRegister __attribute__((vector_size(kRegisterBytes / 2)));
 
+// Load a register of narrower numbers. Of the same conversions between vectors, GCC 12 makes five instructions, or takes
+// bytes apart one by one (576 x 1536 weights of float32 as codes of 8 bits, one thread of a Xeon with AMX: 743 -> 116 us).
+inline WordRegister load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<WordRegister>(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<WordRegister>(
+      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  HalfRegister halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return __builtin_convertvector(halves, WordRegister);
+#endif
+}
+
+inline IntegerRegister load_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<IntegerRegister>(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntegerRegister>(_mm256_cvtepi8_epi32(_mm_loadu_si64(from)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kRegisterLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, IntegerRegister);
+#endif
+}
+
+inline IntegerRegister load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<IntegerRegister>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntegerRegister>(_mm256_cvtepu8_epi32(_mm_loadu_si64(from)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kRegisterLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, IntegerRegister);
+#endif
+}
+
 // Sixteen numbers. A single number takes part in operations as a vector of equal numbers.
 template <typename Register, typename Number>
 struct Lanes {
@@ -144,9 +188,10 @@ inline float largest_size(int64_t count, Load load) {
     const Floats value = load(i);
     const Floats size = larger(value, 0.0f - value);
     largest = larger(size, largest);
-    total += size;
+    // 0 for all finite numbers.
+    total += value - value;
   }
-  return sum_of_lanes(total) < HUGE_VALF ? largest_lane(largest) : NAN;
+  return sum_of_lanes(total) == 0.0f ? largest_lane(largest) : NAN;
 }
 
 // Returns 2^x for x <= 0: exactly 1 at 0, and 0 below -126. With `kIsRough` the error is up to 7e-6, which is enough
@@ -227,11 +272,7 @@ struct BFloat16 {
 
   static Floats load(const Element* from) {
     Floats value;
-    for (int p = 0; p < kRegisters; ++p) {
-      HalfRegister halves;
-      std::memcpy(&halves, from + p * kRegisterLanes, sizeof halves);
-      value.part[p] = as_floats(__builtin_convertvector(halves, WordRegister) << 16);
-    }
+    for (int p = 0; p < kRegisters; ++p) value.part[p] = as_floats(load_halves(from + p * kRegisterLanes) << 16);
     return value;
   }
 

@@ -23,6 +23,9 @@ struct Linear {
   const float* offsets;
   int64_t group_inputs;  // Inputs that share a scale; even, and 16 at least if there are several groups.
   CodeForm code_form;
+  // Inputs in a word of codes of one output: as many as in a word of `panels`, or 4. Words of four inputs have unsigned
+  // codes: those of kInt8 are larger by 128. The last word of a panel is filled up.
+  int64_t word_inputs;
 };
 
 }  // namespace lookonce

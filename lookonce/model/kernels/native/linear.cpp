@@ -58,6 +58,9 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
 #pragma GCC visibility push(default)
 extern "C" {
 
+// Stores the most inputs that a word of codes of integers has in a layer of bfloat16 (`Linear::word_inputs`).
+void lookonce_most_word_inputs(int64_t* number) { *number = lookonce::kMultipliesBytes ? 4 : 2; }
+
 // `input` is [num_rows, inputs] and `output` [num_rows, outputs], both contiguous. Function names end with the type of
 // input and weights and, if it differs, the type of the output. The activation is applied before rounding.
 void lookonce_linear_float32(const lookonce::Linear* layer, const float* input, int64_t num_rows, float* output,

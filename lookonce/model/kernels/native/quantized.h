@@ -3,8 +3,10 @@
 // Layers of bfloat16 with codes of floating point expand them to bfloat16, which is exact, and apply scales to the sums
 // of a block of up to 128 inputs. With integers they multiply integers: each row of inputs is rounded to 16 bits with a
 // scale for each block of up to 128 inputs, products of a block are summed exactly in 32 bits, and scales are applied to
-// the sums. The rounding is finer than bfloat16's: 2^-16 of a block's largest input. AMX multiplies the two bytes of an
-// input one after the other; the sums are the same integers.
+// the sums. The rounding is finer than bfloat16's: 2^-16 of a block's largest input.
+//
+// Processors that multiply bytes (AVX512-VNNI, AMX) multiply codes with the two bytes of an input, one after the other,
+// and need not expand codes of 8 bits at all. Others expand codes to 16 bits. The sums are the same integers.
 //
 // Layers of float32 expand the weights to float32, so their results are the bits of a layer that holds the expanded
 // weights. A thread expands a part of a panel at a time, in its L1 cache, or in registers if there are few rows.
@@ -32,15 +34,43 @@ constexpr int64_t kExpandedRows = 96;
 // Distance at which codes are prefetched, bytes.
 constexpr int64_t kAheadCodes = 4096;
 
-// The largest input of a block as an integer.
-constexpr float kLargestInteger = 32767.0f;
+// The largest input of a block as an integer: 256 · upper + lower, both of which are signed bytes.
+constexpr int32_t kLargestInteger = 127 * 256 + 127;
 
-typedef int8_t CodeRegister __attribute__((vector_size(kRegisterLanes)));
-typedef uint8_t UnsignedCodeRegister __attribute__((vector_size(kRegisterLanes)));
+// Whether the processor multiplies unsigned bytes with signed ones. Codes of integers are then in words of four inputs.
+#if defined(__AVX512VNNI__)
+constexpr bool kMultipliesBytes = true;
+#else
+constexpr bool kMultipliesBytes = false;
+#endif
+// The unsigned codes of `Linear::word_inputs` 4 are larger than the codes of 8 bits by this number.
+constexpr int32_t kExcess = 128;
+
 typedef int8_t CodePairs __attribute__((vector_size(kRegisterBytes / 2)));
 typedef uint8_t UnsignedCodePairs __attribute__((vector_size(kRegisterBytes / 2)));
 typedef int16_t IntegerPairs __attribute__((vector_size(kRegisterBytes)));
 typedef int16_t ShortIntegers __attribute__((vector_size(kRegisterBytes / 2)));
+
+// Returns bytes as integers of 16 bits, with one instruction; see lanes.h.
+inline IntegerPairs widened(CodePairs bytes) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<IntegerPairs>(_mm512_cvtepi8_epi16(reinterpret_cast<__m256i>(bytes)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntegerPairs>(_mm256_cvtepi8_epi16(reinterpret_cast<__m128i>(bytes)));
+#else
+  return __builtin_convertvector(bytes, IntegerPairs);
+#endif
+}
+
+inline IntegerPairs widened(UnsignedCodePairs bytes) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<IntegerPairs>(_mm512_cvtepu8_epi16(reinterpret_cast<__m256i>(bytes)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntegerPairs>(_mm256_cvtepu8_epi16(reinterpret_cast<__m128i>(bytes)));
+#else
+  return __builtin_convertvector(bytes, IntegerPairs);
+#endif
+}
 
 // Integers of 16 bits as an element type of the product. Its sums are integers of 32 bits in registers of floats.
 struct Int16 {
@@ -82,23 +112,12 @@ struct Int16 {
 struct IntegerInputs {
   std::unique_ptr<int16_t[]> integers;
   std::unique_ptr<float[]> scales, sums;
-#if defined(__AMX_BF16__)
-  // The bytes of the integers, integer = 256 · upper + lower: [rows, inputs rounded up to whole tiles].
-  AlignedVector<uint8_t> lower;
-  AlignedVector<int8_t> upper;
+  // With products of bytes: integer = 256 · upper + lower, [rows, inputs rounded up to whole tiles], and the sum of a
+  // block's integers · kExcess.
+  AlignedVector<int8_t> lower, upper;
+  std::unique_ptr<int32_t[]> excess;
 
-  static int64_t bytes_stride(int64_t num_inputs) { return (num_inputs + kTileBytes - 1) / kTileBytes * kTileBytes; }
-
-  // Stores the bytes of `count` inputs of a row from `first` on.
-  void split(int64_t row, int64_t num_inputs, int64_t first, int64_t count) {
-    const int16_t* from = integers.get() + row * num_inputs + first;
-    const int64_t at = row * bytes_stride(num_inputs) + first;
-    for (int64_t i = 0; i < count; ++i) {
-      lower[at + i] = static_cast<uint8_t>(from[i]);
-      upper[at + i] = static_cast<int8_t>(from[i] >> 8);
-    }
-  }
-#endif
+  static int64_t bytes_stride(int64_t num_inputs) { return (num_inputs + kBytesStep - 1) / kBytesStep * kBytesStep; }
 
   // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more.
   void reserve(int64_t num_rows, int64_t num_inputs) {
@@ -106,12 +125,17 @@ struct IntegerInputs {
     integers.reset(new int16_t[num_rows * num_inputs]);
     scales.reset(new float[num_rows * num_blocks]);
     sums.reset(new float[num_rows * num_blocks]);
-#if defined(__AMX_BF16__)
-    // A tile may reach behind the last block.
-    lower.resize(num_rows * bytes_stride(num_inputs) + kTileBytes);
-    upper.resize(lower.size());
-#endif
+    if constexpr (kMultipliesBytes) {
+      // A tile may reach behind the last block of the last row.
+      lower.resize(num_rows * bytes_stride(num_inputs) + kBytesStep);
+      upper.resize(lower.size());
+      excess.reset(new int32_t[num_rows * num_blocks]);
+    }
   }
+
+ private:
+  // Bytes of a row of a tile.
+  static constexpr int64_t kBytesStep = 64;
 };
 
 // Inputs that are summed as integers: they share a scale of the weights.
@@ -130,7 +154,7 @@ inline void round_block(const typename Type::Left* from, int64_t count, int16_t*
     *scale = *sum = NAN;
     return;
   }
-  *scale = most / kLargestInteger;
+  *scale = most / static_cast<float>(kLargestInteger);
   const float factor = *scale > 0.0f ? 1.0f / *scale : 0.0f;
   alignas(64) int16_t integers[kExpandedInputs];
   Integers integer_sum(0);
@@ -152,6 +176,58 @@ inline void round_block(const typename Type::Left* from, int64_t count, int16_t*
   }
   *sum = static_cast<float>(whole) * *scale;
 }
+
+#if defined(__AVX512VNNI__)
+// Returns the bits of the largest size among numbers of bfloat16; those of infinity, or larger ones, if not all of them
+// are finite. Bits are in the order of sizes.
+inline uint16_t largest_bits(const uint16_t* from, int64_t count) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 2 * kLanes) {
+    const __mmask32 mask = static_cast<__mmask32>(count - i < 2 * kLanes ? (1u << (count - i)) - 1 : -1);
+    const __m512i bits = _mm512_maskz_loadu_epi16(mask, from + i);
+    largest = _mm512_max_epu16(largest, _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)));
+  }
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
+  const __m128i last = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  // There is an instruction for the least of eight.
+  return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))));
+}
+
+// Rounds a block of inputs to bytes, as `round_block` does, and stores the sum of its integers · kExcess, too.
+inline void round_block_to_bytes(const uint16_t* from, int64_t count, int8_t* lower, int8_t* upper, float* scale,
+                                 float* sum, int32_t* excess) {
+  const uint32_t bits = largest_bits(from, count);
+  if (bits >= 0x7f80) {
+    std::fill(lower, lower + count, int8_t{1});
+    std::fill(upper, upper + count, int8_t{0});
+    *scale = *sum = NAN;
+    *excess = 0;
+    return;
+  }
+  float most;
+  const uint32_t word = bits << 16;
+  std::memcpy(&most, &word, sizeof most);
+  *scale = most / static_cast<float>(kLargestInteger);
+  const __m512 factor = _mm512_set1_ps(*scale > 0.0f ? 1.0f / *scale : 0.0f);
+  __m512i total = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += kLanes) {
+    // Other threads may write what is behind the block.
+    const __mmask16 mask = static_cast<__mmask16>(count - i < kLanes ? (1 << (count - i)) - 1 : -1);
+    const __m512i words = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + i)), 16);
+    const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(words), factor);
+    // 0.5 with the number's sign; the conversion truncates towards zero.
+    const __m512 half = _mm512_or_ps(_mm512_and_ps(value, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(0.5f));
+    const __m512i nearest = _mm512_cvttps_epi32(_mm512_add_ps(value, half));
+    total = _mm512_add_epi32(total, nearest);
+    _mm_mask_storeu_epi8(lower + i, mask, _mm512_cvtepi32_epi8(nearest));
+    const __m512i rest = _mm512_srai_epi32(_mm512_add_epi32(nearest, _mm512_set1_epi32(128)), 8);
+    _mm_mask_storeu_epi8(upper + i, mask, _mm512_cvtepi32_epi8(rest));
+  }
+  const int32_t whole = _mm512_reduce_add_epi32(total);
+  *excess = kExcess * whole;
+  *sum = static_cast<float>(whole) * *scale;
+}
+#endif
 
 // Returns the bits of bfloat16 for codes of floating point, which are 0 ... 255.
 inline IntegerPairs bfloat16_of_float8(IntegerPairs codes) {
@@ -204,11 +280,11 @@ inline void expand_pair(const uint8_t* codes, WordRegister (&words)[kPairRegiste
     if constexpr (kForm == CodeForm::kInt8) {
       CodePairs bytes;
       std::memcpy(&bytes, codes + i * kStep, sizeof bytes);
-      words[i] = reinterpret_cast<WordRegister>(__builtin_convertvector(bytes, IntegerPairs));
+      words[i] = reinterpret_cast<WordRegister>(widened(bytes));
     } else {
       UnsignedCodePairs bytes;
       std::memcpy(&bytes, codes + i * kStep, sizeof bytes);
-      const IntegerPairs wide = __builtin_convertvector(bytes, IntegerPairs);
+      const IntegerPairs wide = widened(bytes);
       if constexpr (kForm == CodeForm::kFloat8) {
         words[i] = reinterpret_cast<WordRegister>(bfloat16_of_float8(wide));
       } else {
@@ -231,36 +307,82 @@ inline void expand_pairs(const Linear& layer, int64_t panel, int64_t first, int6
   }
 }
 
-#if defined(__AMX_BF16__)
-// Expands the codes of inputs [first, stop) of a panel to words of four, with zeros up to whole tiles. Returns the number
-// of tiles.
+#if defined(__AVX512VNNI__)
+// Bytes of the codes of a word of four inputs of 32 outputs.
 template <CodeForm kForm>
-inline int64_t expand_fours(const Linear& layer, int64_t panel, int64_t first, int64_t stop, uint32_t* to) {
-  const uint8_t* codes = layer.codes + (panel * layer.num_inputs + first) / 2 * kPairBytes<kForm>;
-  const uint32_t* begin = to;
-  for (int64_t input = first; input < stop; input += 4, to += kTileColumns) {
-    HalfRegister pairs[2][kTileVectors] = {};
-    for (int i = 0; i < 2 && input + 2 * i < stop; ++i, codes += kPairBytes<kForm>) {
-      __builtin_prefetch(codes + kAheadCodes, 0, 2);
-      if constexpr (kForm == CodeForm::kInt8) {
-        std::memcpy(pairs[i], codes, sizeof pairs[i]);
-      } else {
-        HalfRegister both;
-        std::memcpy(&both, codes, sizeof both);
-        pairs[i][0] = both & 0x0f0f;
-        pairs[i][1] = both >> 4 & 0x0f0f;
+constexpr int64_t kFourBytes = 2 * kPairBytes<kForm>;
+
+// Returns where the words of a panel begin that hold `input` and those behind it.
+template <CodeForm kForm>
+inline const uint8_t* fours_of(const Linear& layer, int64_t panel, int64_t input) {
+  const int64_t num_words = (layer.num_inputs + 3) / 4;
+  return layer.codes + (panel * num_words + input / 4) * kFourBytes<kForm>;
+}
+
+// Returns the unsigned codes of a word of four inputs of 32 outputs.
+template <CodeForm kForm>
+inline std::array<__m512i, kTileVectors> load_fours(const uint8_t* codes) {
+  const __m512i bytes = _mm512_loadu_si512(codes);
+  if constexpr (kForm == CodeForm::kInt8) return {bytes, _mm512_loadu_si512(codes + 64)};
+  const __m512i low_bits = _mm512_set1_epi8(15);
+  return {_mm512_and_si512(bytes, low_bits), _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_bits)};
+}
+
+// Rows that are multiplied at once, with sums for both vectors and both bytes.
+constexpr int kByteRows = 6;
+
+// Computes the sums [kRows, 32] of integers of inputs [first, stop) of a panel. `lower` and `upper` are the rows' bytes
+// from `first` on.
+template <CodeForm kForm, int kRows>
+inline void multiply_fours(const Linear& layer, int64_t panel, int64_t first, int64_t stop, const int8_t* lower,
+                           const int8_t* upper, int64_t stride, int32_t* sums) {
+  // With few rows two sums take turns and need not wait for each other.
+  constexpr int kTurns = kRows <= 2 ? 2 : 1;
+  __m512i totals[kTurns][kRows][2][kTileVectors] = {};
+  const uint8_t* codes = fours_of<kForm>(layer, panel, first);
+  const auto add_four = [&](int turn, int64_t at) {
+    __builtin_prefetch(codes + kAheadCodes, 0, 2);
+    if constexpr (kForm == CodeForm::kInt8) __builtin_prefetch(codes + kAheadCodes + 64, 0, 2);
+    const auto words = load_fours<kForm>(codes);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      int32_t of_lower, of_upper;
+      std::memcpy(&of_lower, lower + r * stride + at, sizeof of_lower);
+      std::memcpy(&of_upper, upper + r * stride + at, sizeof of_upper);
+      for (int v = 0; v < kTileVectors; ++v) {
+        auto& total = totals[turn][r];
+        total[0][v] = _mm512_dpbusd_epi32(total[0][v], words[v], _mm512_set1_epi32(of_lower));
+        total[1][v] = _mm512_dpbusd_epi32(total[1][v], words[v], _mm512_set1_epi32(of_upper));
       }
     }
+    codes += kFourBytes<kForm>;
+  };
+  const int64_t count = stop - first;
+  int64_t at = 0;
+  for (; at + 4 * (kTurns - 1) < count; at += 4 * kTurns) {
+    add_four(0, at);
+    if constexpr (kTurns == 2) add_four(1, at + 4);
+  }
+  if (at < count) add_four(0, at);
+  for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kTileVectors; ++v) {
-      const WordRegister words = __builtin_convertvector(pairs[0][v], WordRegister) |
-                                 __builtin_convertvector(pairs[1][v], WordRegister) << 16;
-      std::memcpy(to + v * kLanes, &words, sizeof words);
+      const auto sum = [&](int byte) {
+        __m512i total = totals[0][r][byte][v];
+        if constexpr (kTurns == 2) total = _mm512_add_epi32(total, totals[1][r][byte][v]);
+        return total;
+      };
+      _mm512_storeu_si512(sums + r * kTileColumns + v * kLanes,
+                          _mm512_add_epi32(sum(0), _mm512_slli_epi32(sum(1), 8)));
     }
   }
-  constexpr int64_t kWords = kTileSide * kTileColumns;
-  const int64_t num_tiles = (to - begin + kWords - 1) / kWords;
-  std::fill(to, const_cast<uint32_t*>(begin) + num_tiles * kWords, 0u);
-  return num_tiles;
+}
+
+using MultiplyFours = void (*)(const Linear&, int64_t, int64_t, int64_t, const int8_t*, const int8_t*, int64_t,
+                               int32_t*);
+
+template <CodeForm kForm, int... kRows>
+constexpr std::array<MultiplyFours, sizeof...(kRows)> multiplies_of_fours(std::integer_sequence<int, kRows...>) {
+  return {&multiply_fours<kForm, kRows + 1>...};
 }
 #endif
 
@@ -340,24 +462,30 @@ inline void for_form(const Linear& layer, Expand expand) {
   }
 }
 
-// Adds a block's sums of integers to the sums [rows, 32], scaled. `integers_at(place)` returns a register of them.
-template <typename IntegersAt>
+// Adds a block's sums of integers to the sums [rows, 32], scaled. `integers_at(place)` returns a register of them, which
+// is larger by the rows' excess if `has_excess`.
+template <bool has_excess, typename IntegersAt>
 inline void add_block(const Linear& layer, int64_t panel, int64_t block, const IntegerInputs& inputs, int64_t first_row,
                       int64_t num_rows, IntegersAt integers_at, float* sums, bool adds) {
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
   const int64_t group = block * block_inputs(layer) / layer.group_inputs, blocks = num_blocks(layer);
   const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
   const float* offsets = layer.offsets + (panel * num_groups + group) * kTileColumns;
+  // Compilers would read the pointers anew for each row, because `sums` might be their place.
+  const float *input_scales = inputs.scales.get(), *input_sums = inputs.sums.get();
+  const int32_t* excess = inputs.excess.get();
   for (int64_t v = 0; v < kTileColumns; v += kLanes) {
     const Floats scale = load_floats(scales + v), offset = load_floats(offsets + v);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t at = (first_row + row) * blocks + block, place = row * kTileColumns + v;
       Floats value;
       for (int p = 0; p < kRegisters; ++p) {
-        value.part[p] = __builtin_convertvector(integers_at(place + p * kRegisterLanes), FloatRegister);
+        IntegerRegister integers = integers_at(place + p * kRegisterLanes);
+        if constexpr (has_excess) integers -= excess[at];
+        value.part[p] = __builtin_convertvector(integers, FloatRegister);
       }
       const Floats total = adds ? load_floats(sums + place) : Floats(0.0f);
-      store_floats(sums + place, value * (scale * inputs.scales[at]) + (offset * inputs.sums[at] + total));
+      store_floats(sums + place, value * (scale * input_scales[at]) + (offset * input_sums[at] + total));
     }
   }
 }
@@ -368,27 +496,69 @@ inline IntegerRegister load_integers(const void* from) {
   return integers;
 }
 
-#if defined(__AMX_BF16__)
-// From so many rows on, expanding codes to memory for AMX is faster than expanding them in registers.
+#if defined(__AVX512VNNI__) && defined(__AMX_BF16__)
+// From so many rows on, AMX is faster than vectors.
 constexpr int64_t kAmxRows = 8;
 
-// Adds the products of a block of inputs to the sums [num_rows, 32]. `words` is a buffer.
-template <CodeForm kForm>
-inline void add_block_by_amx(const Linear& layer, int64_t panel, int64_t block, const IntegerInputs& inputs,
-                             int64_t first_row, int64_t num_rows, AmxTiles& tiles, uint32_t* words, float* sums) {
-  const int64_t first = block * block_inputs(layer), stop = std::min(first + block_inputs(layer), layer.num_inputs);
-  const int64_t num_tiles = expand_fours<kForm>(layer, panel, first, stop, words);
-  const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs);
+// Sums of the products of a block's bytes by AMX, [16, 32], until they are scaled.
+struct AmxSums {
   alignas(64) int32_t lower[kTileSide * kTileColumns], upper[kTileSide * kTileColumns];
-  for_row_tiles<kTileSide>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
-    const int64_t at = (first_row + row) * stride + first;
-    tiles.multiply_bytes(rows, inputs.lower.data() + at, inputs.upper.data() + at, stride, words, num_tiles, lower,
-                         upper);
+  int64_t block = 0, row = 0, rows = 0;
+};
+
+// Computes the sums [num_rows, 32] of a panel by AMX. Vectors scale the sums of some rows while tiles multiply the next
+// ones.
+template <CodeForm kForm>
+void multiply_bytes_by_amx(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
+                           int64_t num_rows, float* sums) {
+  constexpr int64_t kWords = kTileSide * kTileColumns;
+  alignas(64) uint32_t words[kExpandedInputs / 4 * kTileColumns];
+  AmxTiles tiles;
+  AmxSums found[2];
+  int turn = 0;
+  const int64_t size = block_inputs(layer), stride = IntegerInputs::bytes_stride(layer.num_inputs);
+  const auto scale = [&](const AmxSums& of) {
+    if (of.rows == 0) return;
     const auto integers_at = [&](int64_t place) {
-      return load_integers(lower + place) + (load_integers(upper + place) << 8);
+      return load_integers(of.lower + place) + (load_integers(of.upper + place) << 8);
     };
-    add_block(layer, panel, block, inputs, first_row + row, rows, integers_at, sums + row * kTileColumns, block > 0);
-  });
+    add_block<kForm == CodeForm::kInt8>(layer, panel, of.block, inputs, first_row + of.row, of.rows, integers_at,
+                                        sums + of.row * kTileColumns, of.block > 0);
+  };
+  for (int64_t block = 0; block < num_blocks(layer); ++block) {
+    const int64_t first = block * size, count = std::min(size, layer.num_inputs - first);
+    const uint8_t* codes = fours_of<kForm>(layer, panel, first);
+    const int64_t num_tiles = (count + kTileBytes - 1) / kTileBytes;
+    const uint32_t* right = reinterpret_cast<const uint32_t*>(codes);
+    if (kForm == CodeForm::kInt4 || count % kTileBytes != 0) {
+      // Bytes behind the block are multiplied with zeros.
+      int64_t at = 0;
+      for (int64_t input = 0; input < count; input += 4, codes += kFourBytes<kForm>, at += kTileColumns) {
+        __builtin_prefetch(codes + kAheadCodes, 0, 2);
+        const auto two = load_fours<kForm>(codes);
+        for (int v = 0; v < kTileVectors; ++v) _mm512_store_si512(words + at + v * kLanes, two[v]);
+      }
+      std::fill(words + at, words + num_tiles * kWords, 0u);
+      right = words;
+    }
+    for_row_tiles<kTileSide>(num_rows, [&](int64_t row, int64_t rows, int64_t tile, int64_t num_row_tiles) {
+      if (right != words) {
+        // Each tile of rows prefetches its part of the next block.
+        for (int64_t i = tile; i < count / 2; i += num_row_tiles) __builtin_prefetch(codes + kAheadCodes + 64 * i, 0, 2);
+      }
+      AmxSums& now = found[turn];
+      turn = 1 - turn;
+      const int64_t at = (first_row + row) * stride + first;
+      tiles.multiply_bytes(rows, inputs.lower.data() + at, inputs.upper.data() + at, stride, right, num_tiles,
+                           now.lower, now.upper);
+      now.block = block;
+      now.row = row;
+      now.rows = rows;
+      scale(found[turn]);
+      found[turn].rows = 0;
+    });
+  }
+  scale(found[1 - turn]);
 }
 #endif
 
@@ -436,17 +606,12 @@ inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int6
       Floats lows, highs;
       for (int p = 0; p < kRegisters; ++p) {
         if constexpr (kForm == CodeForm::kInt8) {
-          CodeRegister bytes;
-          std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
-          lows.part[p] = __builtin_convertvector(__builtin_convertvector(bytes, IntegerRegister), FloatRegister);
+          const auto* bytes = reinterpret_cast<const int8_t*>(codes) + v * kLanes + p * kRegisterLanes;
+          lows.part[p] = __builtin_convertvector(load_bytes(bytes), FloatRegister);
         } else if constexpr (kForm == CodeForm::kFloat8) {
-          UnsignedCodeRegister bytes;
-          std::memcpy(&bytes, codes + v * kLanes + p * kRegisterLanes, sizeof bytes);
-          lows.part[p] = numbers_of_float8(__builtin_convertvector(bytes, IntegerRegister));
+          lows.part[p] = numbers_of_float8(load_bytes(codes + v * kLanes + p * kRegisterLanes));
         } else {
-          UnsignedCodeRegister bytes;
-          std::memcpy(&bytes, codes + low * kLanes + p * kRegisterLanes, sizeof bytes);
-          const IntegerRegister both = __builtin_convertvector(bytes, IntegerRegister);
+          const IntegerRegister both = load_bytes(codes + low * kLanes + p * kRegisterLanes);
           lows.part[p] = __builtin_convertvector(both & 15, FloatRegister);
           highs.part[p] = __builtin_convertvector(both >> 4, FloatRegister);
         }
@@ -514,29 +679,48 @@ void multiply_float8(const Linear& layer, int64_t panel, const typename Type::Le
   }
 }
 
+#if defined(__AVX512VNNI__)
+// Computes the sums [num_rows, 32] of a panel with codes in words of four inputs.
+template <CodeForm kForm>
+void multiply_bytes(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
+                    int64_t num_rows, float* sums) {
+#if defined(__AMX_BF16__)
+  if (num_rows >= kAmxRows) return multiply_bytes_by_amx<kForm>(layer, panel, inputs, first_row, num_rows, sums);
+#endif
+  static constexpr auto kMultiplies = multiplies_of_fours<kForm>(std::make_integer_sequence<int, kByteRows>());
+  alignas(64) int32_t parts[kByteRows * kTileColumns];
+  const int64_t size = block_inputs(layer), stride = IntegerInputs::bytes_stride(layer.num_inputs);
+  for (int64_t block = 0; block < num_blocks(layer); ++block) {
+    const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
+    for_row_tiles<kByteRows>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
+      const int64_t at = (first_row + row) * stride + first;
+      kMultiplies[rows - 1](layer, panel, first, stop, inputs.lower.data() + at, inputs.upper.data() + at, stride,
+                            parts);
+      const auto integers_at = [&](int64_t place) { return load_integers(parts + place); };
+      add_block<kForm == CodeForm::kInt8>(layer, panel, block, inputs, first_row + row, rows, integers_at,
+                                          sums + row * kTileColumns, block > 0);
+    });
+  }
+}
+#endif
+
 // Computes the sums [num_rows, 32] of a panel with codes that are integers, block by block.
 template <CodeForm kForm>
 void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
                        int64_t num_rows, float* sums) {
+#if defined(__AVX512VNNI__)
+  if (layer.word_inputs == 4) return multiply_bytes<kForm>(layer, panel, inputs, first_row, num_rows, sums);
+#endif
   alignas(64) float parts[kExpandedRows * kTileColumns];
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
   Product<Int16> product;
-#if defined(__AMX_BF16__)
-  AmxTiles tiles;
-#endif
   const int64_t size = block_inputs(layer);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
-#if defined(__AMX_BF16__)
-    if (num_rows >= kAmxRows) {
-      add_block_by_amx<kForm>(layer, panel, block, inputs, first_row, num_rows, tiles, words, sums);
-      continue;
-    }
-#endif
     const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
     const int16_t* left = inputs.integers.get() + first_row * layer.num_inputs + first;
     block_sums<Int16, kForm>(layer, panel, first, stop, left, num_rows, product, words, parts);
     const auto integers_at = [&](int64_t place) { return load_integers(parts + place); };
-    add_block(layer, panel, block, inputs, first_row, num_rows, integers_at, sums, block > 0);
+    add_block<false>(layer, panel, block, inputs, first_row, num_rows, integers_at, sums, block > 0);
   }
 }
 
@@ -550,11 +734,21 @@ void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left
     const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
     worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
       const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
-      round_block<Type>(input + at, std::min(size, layer.num_inputs - first), integers.integers.get() + at,
-                        integers.scales.get() + item, integers.sums.get() + item);
-#if defined(__AMX_BF16__)
-      integers.split(item / blocks, layer.num_inputs, first, std::min(size, layer.num_inputs - first));
+      const int64_t count = std::min(size, layer.num_inputs - first);
+      float *scale = integers.scales.get() + item, *sum = integers.sums.get() + item;
+#if defined(__AVX512VNNI__)
+      if (layer.word_inputs == 4) {
+        const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs), to = item / blocks * stride + first;
+        int8_t *lower = integers.lower.data() + to, *upper = integers.upper.data() + to;
+        round_block_to_bytes(input + at, count, lower, upper, scale, sum, integers.excess.get() + item);
+        // What a word or a tile reads behind the last input.
+        const int64_t behind = first + count == layer.num_inputs ? stride - layer.num_inputs : 0;
+        std::fill(lower + count, lower + count + behind, int8_t{0});
+        std::fill(upper + count, upper + count + behind, int8_t{0});
+        return;
+      }
 #endif
+      round_block<Type>(input + at, count, integers.integers.get() + at, scale, sum);
     });
   }
 }

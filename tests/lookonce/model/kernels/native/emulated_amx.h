@@ -67,8 +67,7 @@ inline void require_shapes(int sums, int left, int right) {
   require(c.rows == a.rows && a.bytes / 4 == b.rows && c.bytes == b.bytes);
 }
 
-// The bytes of the left side have the type `Left`, those of the right side are signed.
-template <typename Left>
+// The bytes of the left side are signed, those of the right side are not.
 inline void add_products_of_bytes(int sums, int left, int right) {
   require_shapes(sums, left, right);
   Tile &c = tile(sums), &a = tile(left), &b = tile(right);
@@ -77,7 +76,7 @@ inline void add_products_of_bytes(int sums, int left, int right) {
       int32_t sum;
       std::memcpy(&sum, c.data[m] + 4 * n, sizeof sum);
       for (int k = 0; k < a.bytes; ++k) {
-        sum += static_cast<Left>(a.data[m][k]) * static_cast<int8_t>(b.data[k / 4][4 * n + k % 4]);
+        sum += static_cast<int8_t>(a.data[m][k]) * b.data[k / 4][4 * n + k % 4];
       }
       std::memcpy(c.data[m] + 4 * n, &sum, sizeof sum);
     }
@@ -110,13 +109,11 @@ inline void add_products(int sums, int left, int right) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbssd
-#undef _tile_dpbusd
+#undef _tile_dpbsud
 #define _tile_loadconfig(from) emulated_amx::load_config(from)
 #define _tile_release() (emulated_amx::is_configured = false)
 #define _tile_zero(t) std::memset(emulated_amx::tile(t).data, 0, sizeof emulated_amx::tile(t).data)
 #define _tile_loadd(t, from, stride) emulated_amx::load(t, from, stride)
 #define _tile_stored(t, to, stride) emulated_amx::store(t, to, stride)
 #define _tile_dpbf16ps(c, a, b) emulated_amx::add_products(c, a, b)
-#define _tile_dpbssd(c, a, b) emulated_amx::add_products_of_bytes<int8_t>(c, a, b)
-#define _tile_dpbusd(c, a, b) emulated_amx::add_products_of_bytes<uint8_t>(c, a, b)
+#define _tile_dpbsud(c, a, b) emulated_amx::add_products_of_bytes(c, a, b)

@@ -122,6 +122,12 @@ double number_of_float8(int code) {
   return code & 0x80 ? -size : size;
 }
 
+// Whether the kernels multiply the bytes of codes in words of four inputs.
+template <typename Type>
+bool takes_fours(CodeForm form, int64_t group) {
+  return kMultipliesBytes && Type::kIsRough && form != CodeForm::kFloat8 && group % 4 == 0;
+}
+
 // A layer of random codes, scales and offsets.
 template <typename Type>
 struct RandomCodes {
@@ -133,8 +139,10 @@ struct RandomCodes {
   RandomCodes(int64_t inputs, int64_t outputs, CodeForm form, int64_t group) : weights(outputs * inputs) {
     const bool is_int4 = form == CodeForm::kInt4, is_float8 = form == CodeForm::kFloat8;
     const int64_t num_panels = (outputs + kTileColumns - 1) / kTileColumns, num_groups = (inputs + group - 1) / group;
-    const int64_t word_elements = kTileColumns * Type::kPerWord, word_bytes = is_int4 ? word_elements / 2 : word_elements;
-    codes.resize(num_panels * inputs / Type::kPerWord * word_bytes);
+    const int64_t word_inputs = takes_fours<Type>(form, group) ? 4 : Type::kPerWord;
+    const int64_t num_words = (inputs + word_inputs - 1) / word_inputs, word_elements = kTileColumns * word_inputs;
+    const int64_t word_bytes = is_int4 ? word_elements / 2 : word_elements;
+    codes.resize(num_panels * num_words * word_bytes);
     scales.resize(num_panels * num_groups * kTileColumns);
     offsets.resize(scales.size());
     std::uniform_int_distribution<int> any(is_int4 ? 0 : -128, is_int4 ? 15 : 127);
@@ -146,18 +154,18 @@ struct RandomCodes {
         int code = any(generator);
         // The codes of what is not a number are refused when a folder is loaded.
         if (is_float8 && (code & 0x7f) == 0x7f) code = 0;
-        const int64_t panel = o / kTileColumns, word = panel * (inputs / Type::kPerWord) + i / Type::kPerWord;
-        const int64_t element = o % kTileColumns * Type::kPerWord + i % Type::kPerWord, half = word_elements / 2;
+        const int64_t panel = o / kTileColumns, word = panel * num_words + i / word_inputs;
+        const int64_t element = o % kTileColumns * word_inputs + i % word_inputs, half = word_elements / 2;
         if (is_int4) {
           codes[word * word_bytes + element % half] |= element < half ? code : code << 4;
         } else {
-          codes[word * word_bytes + element] = static_cast<uint8_t>(code);
+          codes[word * word_bytes + element] = static_cast<uint8_t>(word_inputs == 4 ? code + kExcess : code);
         }
         const int64_t at = (panel * num_groups + i / group) * kTileColumns + o % kTileColumns;
         weights[o * inputs + i] = (is_float8 ? number_of_float8(code & 0xff) : code) * scales[at] + offsets[at];
       }
     }
-    layer = {nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, form};
+    layer = {nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, form, word_inputs};
   }
 };
 
@@ -184,7 +192,8 @@ void check_quantized_linear(const std::string& type, int64_t rows, int64_t input
   const std::string what = "codes " + std::to_string(static_cast<int64_t>(form)) + " in groups of " +
                            std::to_string(group) + ", " + type + " " +
                            std::to_string(rows) + " x " + std::to_string(inputs) + " x " + std::to_string(outputs);
-  check(difference<Float32>(found, wanted) < 2e-4, what);
+  // Inputs are rounded to 50 / 32639, and weights are up to 13.
+  check(difference<Float32>(found, wanted) < 3e-4, what);
   for (int64_t r = 0; r < rows; ++r) {
     run<Type, Float32>(layer, input.data() + r * inputs, 1, alone.data(), Activation::kNone, 1);
     const size_t bytes = outputs * sizeof(float);
@@ -394,7 +403,7 @@ void check_type(const std::string& type) {
   for (int64_t outputs : {1, 16, 31, 32, 33}) check_linear<Type>(type, 6, 64, outputs);
   for (CodeForm form : {CodeForm::kInt4, CodeForm::kInt8, CodeForm::kFloat8}) {
     for (int64_t rows : {1, 5, 13, 33, 100}) {
-      for (int64_t group : {32, 96, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
+      for (int64_t group : {18, 32, 36, 96, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
     }
     check_quantized_linear<Type>(type, 3, 64, 33, form, 1024);
     check_quantized_linear<Type>(type, 2, 2, 1, form, 128);
