@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
@@ -45,11 +46,12 @@ from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import SpeculationLimits
 from decoder_svc.settings import DecoderSettings
-from lookonce.errors import ConfigurationError, ModelFolderError
+from lookonce.errors import ConfigurationError, LookonceError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.lack_of_memory import is_lack_of_memory
+from lookonce.model.model_folder import CONFIGURATION_FAULTS
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -191,7 +193,8 @@ def _loaded(
     """Returns a runner with its memory pools, and the resulting limits."""
     config = _runner_config(settings, device)
     ranks = None if others is None else others.meet(rank_config(config, device.platform.name, device.dtype))
-    runner = runner_class(device.platform)(replace(config, ranks=ranks), family)
+    with _faults_of_configurations():
+        runner = runner_class(device.platform)(replace(config, ranks=ranks), family)
     if others is not None and ranks is not None:
         others.wait_until_loaded()
         runner.lead(Leader(ranks, others.connections))
@@ -200,7 +203,8 @@ def _loaded(
             f"speculative_tokens is {settings.speculative_tokens}; {family.title} has recurrent layers, whose state "
             "cannot go back behind a rejected draft token: set it to 0"
         )
-    limits = _limits(settings, device, runner, family)
+    with _faults_of_configurations():
+        limits = _limits(settings, device, runner, family)
     try:
         runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks, limits.num_state_snapshots)
     except Exception as error:
@@ -212,6 +216,26 @@ def _loaded(
         ) from error
     runner.capture_model()
     return runner, limits
+
+
+@contextlib.contextmanager
+def _faults_of_configurations() -> Iterator[None]:
+    """Raises ModelFolderError for an exception of transformers or torch that a config.json may cause.
+
+    Half of its numbers are used only when the model computes, such as the number of experts of a token.
+    """
+    try:
+        yield
+    except LookonceError:
+        raise
+    except CONFIGURATION_FAULTS as error:
+        if is_lack_of_memory(error):
+            raise
+        logger.debug("the language model cannot compute a step", exc_info=True)
+        raise ModelFolderError(
+            f"the language model cannot compute a step: {type(error).__name__} {error}; use the config.json that "
+            "belongs to the weights"
+        ) from error
 
 
 def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:

@@ -64,7 +64,7 @@ class DecoderFamily:
         self.num_levels = model.num_levels
         # Tokens that the language model sends to the experts of images.
         self.image_expert_ids = data.image_expert_ids(model.source.config)
-        # Tokens that count as padding where layers look tokens up by themselves; None: layers see hidden states alone.
+        # Tokens that count as padding where they have no row, and where layers look tokens up; None: there are none.
         self.padded_input_ids = data.padded_input_ids(model.source.config)
         self.finish_text = data.finish_text
         # Text between an image and what follows, and its tokens in a prompt of token ids.

@@ -50,7 +50,7 @@ class LanguagePass:
     model_positions: Callable[[Tensor], Tensor]
     # Ids of tokens that the model sends to the experts of images; None for a model without such experts.
     image_expert_ids: Tensor | None = None
-    # Ids of tokens that count as padding where layers look tokens up by themselves; None: layers see hidden states.
+    # Ids of tokens that count as padding where they have no row, and where layers look tokens up; None: there are none.
     padded_input_ids: Tensor | None = None
     # Whether late layers that read the keys of others may compute only the sampled tokens.
     can_narrow: bool = False
@@ -59,8 +59,18 @@ class LanguagePass:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
         table = self.model.get_input_embeddings()
         # Placeholder ids may lie outside the table; their embeddings are overwritten anyway.
-        embeddings: Tensor = table(token_ids.clamp(max=table.num_embeddings - 1))
+        embeddings: Tensor = table(self._known(token_ids).clamp(max=table.num_embeddings - 1))
         return embeddings
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Returns the ids with padding where the model looks up a placeholder of images, videos or sound as such.
+
+        A prompt of tokens may have such a token without an image, and an answer may contain one.
+        """
+        if self.padded_input_ids is None:
+            return token_ids
+        text_model = getattr(self.model.model, text_child(self.model))
+        return token_ids.masked_fill(torch.isin(token_ids, self.padded_input_ids), text_model.config.pad_token_id)
 
     def look_up_rows(self, token_ids: Tensor) -> Tensor:
         """Returns the same with zeros for the further levels, `[num_tokens, row_elements]`."""
@@ -89,7 +99,7 @@ class LanguagePass:
         arguments = self._arguments(embeddings, positions)
         if self.padded_input_ids is not None:
             assert token_ids is not None, "per-layer inputs are looked up by token"
-            self._add_layer_inputs(arguments, token_ids, self.padded_input_ids)
+            self._add_layer_inputs(arguments, token_ids)
             text_model = getattr(self.model.model, text_child(self.model))
             with computing_only(text_model, sampled if self.can_narrow and not needs_all_tokens else None) as narrowing:
                 hidden = text_model(**arguments).last_hidden_state[0]
@@ -103,12 +113,11 @@ class LanguagePass:
         logits: Tensor = self.model(**arguments, **kept).logits[0]
         return logits
 
-    def _add_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor, padded: Tensor) -> None:
+    def _add_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor) -> None:
         """Adds what the layers of a model look up by themselves, if they do."""
         text_model = getattr(self.model.model, text_child(self.model))
         if text_model.hidden_size_per_layer_input:
-            known = token_ids.masked_fill(torch.isin(token_ids, padded), text_model.config.pad_token_id)
-            arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(known[None])
+            arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(self._known(token_ids)[None])
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Returns the logits of last hidden states `[num_rows, hidden_size]`, as `logits` computes them."""

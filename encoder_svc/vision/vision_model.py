@@ -21,7 +21,7 @@ from lookonce.logs import get_logger
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.kernels.read_ahead import read_ahead
-from lookonce.model.model_folder import ModelFolder
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder
 from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 from lookonce.model.weight_bytes import weight_bytes
 from lookonce.store.int8_rows import quantise
@@ -128,7 +128,7 @@ class VisionModel:
                 options = ProcessorOptions(frame_size=video.frame_size(*images[0].size, number, None))
                 inputs.append(self.adapter.frame_inputs(images[:1] * number, options))
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
-        except (ValueError, RuntimeError, TypeError, KeyError) as error:
+        except CONFIGURATION_FAULTS as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
         if self.row_dtype is RowDtype.INT8_SCALED and not self._is_warm:
             errors = [quantise(rows, self.num_levels).relative_error for rows in outputs]

@@ -327,8 +327,8 @@ class Family:
     # Maps the configuration to the ids of tokens that the language model sends to experts of images; empty if it has
     # none.
     image_expert_ids: Callable[[Any], tuple[int, ...]] = _no_ids
-    # Maps the configuration to the ids of tokens that count as padding where layers look tokens up by themselves; None:
-    # layers see hidden states alone.
+    # Maps the configuration to the ids of tokens that count as padding where they have no row, and where layers look
+    # tokens up by themselves; None: there are no such tokens.
     padded_input_ids: Callable[[Any], tuple[int, ...] | None] = _no_padded_ids
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None

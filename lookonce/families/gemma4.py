@@ -64,12 +64,16 @@ VIDEO = FrameRule(
 
 
 def _padded_input_ids(config: Any) -> tuple[int, ...]:
-    return config.image_token_id, config.video_token_id, config.audio_token_id
+    ids = (config.image_token_id, config.video_token_id, config.audio_token_id)
+    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def _refusal(source: FamilySource) -> str | None:
     if source.config.vision_config is None:
         return "its config.json has no vision tower"
+    text = source.config.text_config
+    if not isinstance(text.pad_token_id, int) or not 0 <= text.pad_token_id < text.vocab_size:
+        return f"pad_token_id of its text model is {text.pad_token_id}, but must be an id of the vocabulary"
     return None if source.processor.do_resize else "an image processor that does not resize is not supported"
 
 

@@ -6,7 +6,7 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from lookonce.model.family_model import FamilyModel
 from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
-from lookonce.model.model_folder import ModelFolder, chat_template_source
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_template_source
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.text_support import head_shape, key_sources
@@ -59,15 +59,30 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             return [Finding("generation defaults", False, str(error))]
         findings = [
             Finding("family", True, model.data.title),
-            *_vision(folder, model),
-            *_text(folder, model),
-            Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
-            *_texts(folder, model),
+            *_examined("vision half", lambda: _vision(folder, model)),
+            *_examined("text half", lambda: _text(folder, model)),
+            *_examined("rows of images", lambda: _sample_rows(model)),
+            *_examined("tokenizer", lambda: _texts(folder, model)),
             *_defaults(folder, generation),
         ]
     if all(finding.is_fine for finding in findings):
         findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
     return findings
+
+
+def _examined(name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
+    """Returns the findings of a part of the folder, or one about a configuration with which nothing can be computed."""
+    try:
+        return examine()
+    except LookonceError as error:
+        return [Finding(name, False, str(error))]
+    except CONFIGURATION_FAULTS as error:
+        reason = f"cannot be used with this configuration: {type(error).__name__} {error}; download config.json again"
+        return [Finding(name, False, reason)]
+
+
+def _sample_rows(model: FamilyModel) -> list[Finding]:
+    return [Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES))]
 
 
 def _defaults(folder: ModelFolder, generation: Mapping[str, Any]) -> list[Finding]:

@@ -20,7 +20,7 @@ from lookonce.families.frame_pairs import FramePairs
 from lookonce.families.registry import FAMILIES
 from lookonce.families.single_frames import SingleFrames
 from lookonce.families.video import VideoModel
-from lookonce.model.model_folder import ModelFolder, read_json_object
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, read_json_object
 from lookonce.model.text_support import text_refusal
 
 # Suffix of the keys of tokenizer_config.json that name special tokens.
@@ -53,7 +53,7 @@ class FamilyModel:
         try:
             refusal = text_refusal(source.config, _mask_of(data, source.config)) or data.refusal(source)
             sizing = None if refusal else data.sizing(source)
-        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        except CONFIGURATION_FAULTS as error:
             raise ModelFolderError(
                 f"{folder.path} lacks something that {data.title} needs: {type(error).__name__} {error}"
             ) from error
@@ -157,7 +157,7 @@ def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:
         return None, f"{data.title} takes no videos"
     try:
         model = _video_model(source, data.video)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except CONFIGURATION_FAULTS as error:
         return None, f"the folder's video processor does not fit {data.title}: {type(error).__name__} {error}"
     return model, "" if model else "the folder's files name no video token"
 
@@ -169,7 +169,7 @@ def _video_model(source: FamilySource, rule: PairRule | FrameRule) -> VideoModel
 def _config(folder: ModelFolder) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (OSError, StrictDataclassError, *CONFIGURATION_FAULTS) as error:
         raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {error}") from error
 
 

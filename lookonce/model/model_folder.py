@@ -45,6 +45,18 @@ _UNSERVED_TYPES = {"mllama": _APART, "florence2": _TOGETHER, "t5gemma2": _TOGETH
 _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
 
 
+# What transformers and torch raise for a configuration that contradicts itself or the weights.
+CONFIGURATION_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A model folder that has passed the checks."""

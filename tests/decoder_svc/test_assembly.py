@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import pathlib
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from lookonce.devices import registry
 from lookonce.devices.base import Availability, DevicePlatform
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.server.settings_parser import parse_settings
-from tests import tiny_models
+from tests import tiny_families, tiny_models
 from tests.decoder_svc.decoders import running_decoder
 
 PLATFORM = DevicePlatform(
@@ -148,4 +150,26 @@ async def test_a_kv_cache_that_no_memory_can_hold_is_refused(tmp_path: pathlib.P
     folder = tiny_models.build_llava_clip(tmp_path / "llava")
     with pytest.raises(ConfigurationError, match="no memory for a KV cache of 1000000000000 blocks"):
         async with running_decoder(folder, num_kv_blocks=10**12):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("top_k_experts", None, "cannot compute a step: TypeError"),
+        ("top_k_experts", 5, "cannot compute a step: RuntimeError"),
+        ("rope_parameters", {"sliding_attention": None, "full_attention": None}, "KeyError"),
+        ("pad_token_id", -1, "pad_token_id of its text model is -1"),
+    ],
+)
+async def test_numbers_with_which_the_language_model_cannot_be_computed_are_refused(
+    field: str, value: Any, reason: str, tmp_path: pathlib.Path
+) -> None:
+    """transformers and torch notice them in the first step, if at all."""
+    folder = tiny_families.FAMILIES["gemma4_moe"].build(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"][field] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match=reason):
+        async with running_decoder(folder):
             pass

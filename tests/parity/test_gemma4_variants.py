@@ -7,7 +7,9 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
+from decoder_svc.scheduling.prompt import Prompt
 from tests import tiny_models
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES, gemma4
@@ -54,3 +56,22 @@ def test_answers_are_those_of_generate(seed: int, tmp_path: pathlib.Path) -> Non
     spans = [span.length for question in family.offline.questions for span in question.prompt.mutual_spans]
     for budget in (2048, max([16, *spans]) + rng.randint(0, 20)):
         assert offline.run(family.offline, max_num_batched_tokens=budget)[0] == expected
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe"])
+@pytest.mark.parametrize("token", ["image_token_id", "video_token_id", "audio_token_id"])
+def test_tokens_of_media_without_rows_count_as_padding(name: str, token: str, tmp_path: pathlib.Path) -> None:
+    """A prompt of tokens may have one without an image, and the model looks it up as padding."""
+    FAMILIES[name].build(tmp_path)
+    family = families.build(FAMILIES[name], tmp_path, 1)
+    reference = tiny_models.load_model(tmp_path)
+    number = getattr(reference.config, token)
+    ids = [2, 300, 301, number, 302, number, 303]
+    given = torch.tensor([ids])
+    rest = {"attention_mask": torch.ones_like(given), "mm_token_type_ids": torch.zeros_like(given)}
+    count = offline.MAX_NEW_TOKENS
+    with torch.inference_mode():
+        output = reference.generate(given, **rest, do_sample=False, max_new_tokens=count, min_new_tokens=count)
+    for budget in (2048, 3):
+        session = offline.Session(family.offline, max_num_batched_tokens=budget)
+        assert session.ask([Prompt(tuple(ids))]).token_ids == [output[0, len(ids) :].tolist()]

@@ -150,7 +150,7 @@ def _packed_codes(weight: QuantizedWeight) -> _Codes:
 
 def _word_inputs(weight: QuantizedWeight) -> int:
     """Returns how many inputs of an output lie side by side: four where the kernel multiplies bytes."""
-    per_word = 4 // weight.dtype.itemsize
+    per_word = int(4 // weight.dtype.itemsize)
     has_bytes = weight.form is not CodeForm.FLOAT8 and weight.dtype is torch.bfloat16
     # A word belongs to one group.
     is_whole = weight.group_inputs % _BYTE_INPUTS == 0 or weight.group_inputs >= weight.shape[1]

@@ -348,3 +348,33 @@ def test_models_imports_neither_torch_nor_transformers() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value", "subject", "reason"),
+    [
+        ("config.json", "text_config.pad_token_id", None, "family", "pad_token_id of its text model is None"),
+        ("config.json", "text_config.pad_token_id", -1, "family", "pad_token_id of its text model is -1"),
+        ("config.json", "text_config.pad_token_id", 10**6, "family", "pad_token_id"),
+        ("config.json", "text_config.per_layer_config", [], "family", "transformers cannot read"),
+        ("config.json", "text_config.per_layer_config", {"2": {"sliding_window": 4}}, "family", "sliding_window"),
+        ("preprocessor_config.json", "pooling_kernel_size", 0, "rows of images", "ZeroDivisionError"),
+        ("preprocessor_config.json", "patch_size", 0, "rows of images", "ZeroDivisionError"),
+        ("preprocessor_config.json", "patch_size", None, "rows of images", "TypeError"),
+    ],
+)
+def test_a_number_with_which_nothing_can_be_computed_is_a_finding(
+    file: str, field: str, value: Any, subject: str, reason: str, tmp_path: pathlib.Path
+) -> None:
+    """Found with folders of Gemma 4 by an outsider: each of them ended the program with a traceback."""
+    path = tiny_families.FAMILIES["gemma4"].build(tmp_path / "model")
+    settings = json.loads((path / file).read_text())
+    *outer, last = field.split(".")
+    part = settings
+    for name in outer:
+        part = part[name]
+    part[last] = value
+    (path / file).write_text(json.dumps(settings))
+    finding = _examined(path)[subject]
+    assert not finding.is_fine
+    assert reason in finding.detail
