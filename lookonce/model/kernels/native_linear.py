@@ -31,8 +31,8 @@ from lookonce.model.kernels.quantized_weight import (
 
 SOURCES = pathlib.Path(__file__).with_name("native")
 PANEL_OUTPUTS = 32
-# The kernel has no memory for the sums of smaller groups.
-_LEAST_GROUP_INPUTS = 16
+# The kernel has no memory for the sums of smaller blocks, and none for the words of larger ones.
+_LEAST_BLOCK_INPUTS, _MOST_BLOCK_INPUTS = 16, 128
 # Inputs in a word where the kernel multiplies bytes.
 _BYTE_INPUTS = 4
 
@@ -51,6 +51,7 @@ class Linear(ctypes.Structure):
         ("group_inputs", ctypes.c_int64),
         ("code_form", ctypes.c_int64),
         ("word_inputs", ctypes.c_int64),
+        ("block_inputs", ctypes.c_int64),
     )
 
 
@@ -67,6 +68,8 @@ class _Codes:
     form: CodeForm
     # Inputs in a word of codes of one output.
     word_inputs: int
+    # Inputs whose products are summed before the sum is scaled.
+    block_inputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class PackedWeights:
             struct.codes = self.codes.codes.data_ptr()
             struct.scales, struct.offsets = self.codes.scales.data_ptr(), self.codes.offsets.data_ptr()
             struct.group_inputs, struct.code_form = self.codes.group_inputs, self.codes.form
-            struct.word_inputs = self.codes.word_inputs
+            struct.word_inputs, struct.block_inputs = self.codes.word_inputs, self.codes.block_inputs
         return struct
 
     @property
@@ -112,7 +115,7 @@ def packable(linear: torch.nn.Linear | QuantizedLinear) -> bool:
 def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
     """Copies a weight `[outputs, inputs]` into the kernel's layout.
 
-    Raises ValueError for codes in several groups of fewer than 16 inputs, for which the kernel has no memory.
+    Raises ValueError for codes in several groups that no blocks of 16 to 128 inputs divide, such as smaller ones.
     """
     num_outputs, num_inputs = weight.shape
     missing = -num_outputs % PANEL_OUTPUTS
@@ -129,9 +132,10 @@ def packed(weight: Weight, bias: Tensor | None = None) -> PackedWeights:
 
 
 def _packed_codes(weight: QuantizedWeight) -> _Codes:
-    if weight.group_inputs < min(_LEAST_GROUP_INPUTS, weight.shape[1]):
-        raise ValueError(f"groups have {weight.group_inputs} inputs; the kernel needs {_LEAST_GROUP_INPUTS}")
     word_inputs = _word_inputs(weight)
+    block_inputs = _block_inputs(weight, word_inputs)
+    if block_inputs < min(_LEAST_BLOCK_INPUTS, weight.shape[1]):
+        raise ValueError(f"groups of {weight.group_inputs} inputs have no parts of {_LEAST_BLOCK_INPUTS} to 128 inputs")
     # [panels, inputs in words, 32 outputs × inputs of a word]
     codes = F.pad(weight.codes, (0, -weight.shape[1] % word_inputs))
     codes = codes.unflatten(1, (-1, word_inputs)).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).flatten(2)
@@ -145,7 +149,17 @@ def _packed_codes(weight: QuantizedWeight) -> _Codes:
         part.float().unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
         for part in (weight.scales, weight.offsets)
     )
-    return _Codes(codes, scales, offsets, weight.group_inputs, weight.form, word_inputs)
+    return _Codes(codes, scales, offsets, weight.group_inputs, weight.form, word_inputs, block_inputs)
+
+
+def _block_inputs(weight: QuantizedWeight, word_inputs: int) -> int:
+    """Returns the inputs of a block: as many as fit into one group, which they divide if there are several groups."""
+    group = weight.group_inputs
+    if group >= weight.shape[1]:
+        return min(group, _MOST_BLOCK_INPUTS)
+    step = max(2, word_inputs)
+    sizes = range(min(group, _MOST_BLOCK_INPUTS) // step * step, 0, -step)
+    return next((size for size in sizes if group % size == 0), 0)
 
 
 def _word_inputs(weight: QuantizedWeight) -> int:

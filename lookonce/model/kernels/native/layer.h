@@ -26,6 +26,9 @@ struct Linear {
   // Inputs in a word of codes of one output: as many as in a word of `panels`, or 4. Words of four inputs have unsigned
   // codes: those of kInt8 are larger by 128. The last word of a panel is filled up.
   int64_t word_inputs;
+  // Inputs of bfloat16 whose products are summed before the sum is scaled: whole words, 128 at most. Several groups
+  // consist of whole blocks.
+  int64_t block_inputs;
 };
 
 }  // namespace lookonce

@@ -138,10 +138,7 @@ struct IntegerInputs {
   static constexpr int64_t kBytesStep = 64;
 };
 
-// Inputs that are summed as integers: they share a scale of the weights.
-inline int64_t block_inputs(const Linear& layer) { return std::min(layer.group_inputs, kExpandedInputs); }
-
-inline int64_t num_blocks(const Linear& layer) { return (layer.num_inputs + block_inputs(layer) - 1) / block_inputs(layer); }
+inline int64_t num_blocks(const Linear& layer) { return (layer.num_inputs + layer.block_inputs - 1) / layer.block_inputs; }
 
 // Rounds a block of inputs. One that is infinite or not a number makes the scale NaN.
 template <typename Type>
@@ -468,7 +465,7 @@ template <bool has_excess, typename IntegersAt>
 inline void add_block(const Linear& layer, int64_t panel, int64_t block, const IntegerInputs& inputs, int64_t first_row,
                       int64_t num_rows, IntegersAt integers_at, float* sums, bool adds) {
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
-  const int64_t group = block * block_inputs(layer) / layer.group_inputs, blocks = num_blocks(layer);
+  const int64_t group = block * layer.block_inputs / layer.group_inputs, blocks = num_blocks(layer);
   const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
   const float* offsets = layer.offsets + (panel * num_groups + group) * kTileColumns;
   // Compilers would read the pointers anew for each row, because `sums` might be their place.
@@ -516,7 +513,7 @@ void multiply_bytes_by_amx(const Linear& layer, int64_t panel, const IntegerInpu
   AmxTiles tiles;
   AmxSums found[2];
   int turn = 0;
-  const int64_t size = block_inputs(layer), stride = IntegerInputs::bytes_stride(layer.num_inputs);
+  const int64_t size = layer.block_inputs, stride = IntegerInputs::bytes_stride(layer.num_inputs);
   const auto scale = [&](const AmxSums& of) {
     if (of.rows == 0) return;
     const auto integers_at = [&](int64_t place) {
@@ -566,7 +563,7 @@ void multiply_bytes_by_amx(const Linear& layer, int64_t panel, const IntegerInpu
 inline void add_scaled(const Linear& layer, int64_t panel, int64_t block, int64_t num_rows, const float* parts,
                        float* sums, bool adds) {
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
-  const int64_t group = block * block_inputs(layer) / layer.group_inputs;
+  const int64_t group = block * layer.block_inputs / layer.group_inputs;
   const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
   for (int64_t v = 0; v < kTileColumns; v += kLanes) {
     const Floats scale = load_floats(scales + v);
@@ -671,7 +668,7 @@ void multiply_float8(const Linear& layer, int64_t panel, const typename Type::Le
   alignas(64) float parts[kExpandedRows * kTileColumns];
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
   Product<Type> product;
-  const int64_t size = block_inputs(layer);
+  const int64_t size = layer.block_inputs;
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
     const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
     block_sums<Type, CodeForm::kFloat8>(layer, panel, first, stop, input + first, num_rows, product, words, parts);
@@ -689,7 +686,7 @@ void multiply_bytes(const Linear& layer, int64_t panel, const IntegerInputs& inp
 #endif
   static constexpr auto kMultiplies = multiplies_of_fours<kForm>(std::make_integer_sequence<int, kByteRows>());
   alignas(64) int32_t parts[kByteRows * kTileColumns];
-  const int64_t size = block_inputs(layer), stride = IntegerInputs::bytes_stride(layer.num_inputs);
+  const int64_t size = layer.block_inputs, stride = IntegerInputs::bytes_stride(layer.num_inputs);
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
     const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
     for_row_tiles<kByteRows>(num_rows, [&](int64_t row, int64_t rows, int64_t, int64_t) {
@@ -714,7 +711,7 @@ void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& 
   alignas(64) float parts[kExpandedRows * kTileColumns];
   alignas(64) uint32_t words[kExpandedInputs * kTileColumns / 2];
   Product<Int16> product;
-  const int64_t size = block_inputs(layer);
+  const int64_t size = layer.block_inputs;
   for (int64_t block = 0; block < num_blocks(layer); ++block) {
     const int64_t first = block * size, stop = std::min(first + size, layer.num_inputs);
     const int16_t* left = inputs.integers.get() + first_row * layer.num_inputs + first;
@@ -731,7 +728,7 @@ void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left
                   IntegerInputs& integers) {
   if constexpr (Type::kIsRough) {
     if (layer.code_form == CodeForm::kFloat8) return;
-    const int64_t size = block_inputs(layer), blocks = num_blocks(layer), num_items = num_rows * blocks;
+    const int64_t size = layer.block_inputs, blocks = num_blocks(layer), num_items = num_rows * blocks;
     worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
       const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
       const int64_t count = std::min(size, layer.num_inputs - first);

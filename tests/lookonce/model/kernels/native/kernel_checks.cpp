@@ -128,6 +128,15 @@ bool takes_fours(CodeForm form, int64_t group) {
   return kMultipliesBytes && Type::kIsRough && form != CodeForm::kFloat8 && group % 4 == 0;
 }
 
+// Returns the inputs of a block as native_linear.py does.
+inline int64_t block_of(int64_t inputs, int64_t group, int64_t word_inputs) {
+  if (group >= inputs) return std::min<int64_t>(group, 128);
+  const int64_t step = std::max<int64_t>(2, word_inputs);
+  int64_t size = std::min<int64_t>(group, 128) / step * step;
+  while (group % size != 0) size -= step;
+  return size;
+}
+
 // A layer of random codes, scales and offsets.
 template <typename Type>
 struct RandomCodes {
@@ -165,7 +174,8 @@ struct RandomCodes {
         weights[o * inputs + i] = (is_float8 ? number_of_float8(code & 0xff) : code) * scales[at] + offsets[at];
       }
     }
-    layer = {nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, form, word_inputs};
+    layer = {nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, form, word_inputs,
+             block_of(inputs, group, word_inputs)};
   }
 };
 
@@ -403,7 +413,7 @@ void check_type(const std::string& type) {
   for (int64_t outputs : {1, 16, 31, 32, 33}) check_linear<Type>(type, 6, 64, outputs);
   for (CodeForm form : {CodeForm::kInt4, CodeForm::kInt8, CodeForm::kFloat8}) {
     for (int64_t rows : {1, 5, 13, 33, 100}) {
-      for (int64_t group : {18, 32, 36, 96, 128, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
+      for (int64_t group : {18, 32, 36, 96, 128, 192, 256}) check_quantized_linear<Type>(type, rows, 302, 70, form, group);
     }
     check_quantized_linear<Type>(type, 3, 64, 33, form, 1024);
     check_quantized_linear<Type>(type, 2, 2, 1, form, 128);
