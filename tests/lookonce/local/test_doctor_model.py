@@ -338,7 +338,7 @@ def test_models_lists_every_family_in_a_line() -> None:
     assert f"Qwen3-VL qwen3_vl Qwen3VLForConditionalGeneration {offers}" in lines
     assert "Gemma 3 gemma3 Gemma3ForConditionalGeneration whole image in a step" in lines
     assert "PaliGemma paligemma PaliGemmaForConditionalGeneration whole prompt in a step" in lines
-    assert "SmolVLM smolvlm SmolVLMForConditionalGeneration chunked" in lines
+    assert "SmolVLM smolvlm SmolVLMForConditionalGeneration chunked, videos" in lines
 
 
 def test_models_imports_neither_torch_nor_transformers() -> None:
