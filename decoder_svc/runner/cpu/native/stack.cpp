@@ -127,7 +127,8 @@ class StackRun {
     attended_.reset(new Left[tokens * query_size]);
     gated_.reset(new Left[tokens * stack.mlp_size]);
     partials_.reset(new float[num_partials]);
-    integers_.reserve(tokens, std::max({stack.hidden_size, query_size, stack.mlp_size}));
+    const int64_t most_inputs = std::max({stack.hidden_size, query_size, stack.mlp_size});
+    integers_.reserve(tokens, most_inputs, step.num_threads);
     if (io.adapters != nullptr) lowered_.reset(new float[tokens * io.adapters->max_rank]);
   }
 
