@@ -55,7 +55,7 @@ class ExpertRun {
     gated_.reset(new Left[num_rows * experts.mlp_size]);
     results_.reset(new float[num_rows * experts.hidden_size]);
     if (experts.gate_up[0].codes != nullptr || experts.down[0].codes != nullptr) {
-      integers_.reserve(num_rows, std::max(experts.hidden_size, experts.mlp_size), 1);
+      integers_.reserve(num_rows, std::max(experts.hidden_size, experts.mlp_size), 0);
     }
   }
 

@@ -116,12 +116,18 @@ struct IntegerInputs {
   // block's integers · kExcess.
   AlignedVector<int8_t> lower, upper;
   std::unique_ptr<int32_t[]> excess;
+  // Those of each thread, with room for one row.
+  std::unique_ptr<IntegerInputs[]> own;
 
   static int64_t bytes_stride(int64_t num_inputs) { return (num_inputs + kBytesStep - 1) / kBytesStep * kBytesStep; }
 
-  // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more. A single row may have a copy per thread.
+  // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more. With a single row, threads have their own.
   void reserve(int64_t num_rows, int64_t num_inputs, int64_t num_threads) {
-    num_rows = std::max(num_rows, num_threads);
+    if (num_rows == 1 && num_threads > 0) {
+      own.reset(new IntegerInputs[num_threads]);
+      for (int64_t i = 0; i < num_threads; ++i) own[i].reserve(1, num_inputs, 0);
+      return;
+    }
     const int64_t num_blocks = (num_inputs + kLanes - 1) / kLanes;
     integers.reset(new int16_t[num_rows * num_inputs]);
     scales.reset(new float[num_rows * num_blocks]);
@@ -785,14 +791,12 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
                       IntegerInputs& integers, Finish finish) {
   // Rounding a row takes less time than waiting until other threads have done it. A thread that is late may read inputs
   // that others overwrite already, in a later phase; then no panel is left for it.
-  const int64_t first_row = num_rows == 1 ? omp_get_thread_num() : 0;
+  IntegerInputs& rounded = num_rows == 1 ? integers.own[omp_get_thread_num()] : integers;
   if constexpr (Type::kIsRough) {
-    if (num_rows > 1) {
-      round_inputs<Type>(worker, layer, input, num_rows, integers);
+    if (num_rows != 1) {
+      round_inputs<Type>(worker, layer, input, num_rows, rounded);
     } else if (layer.code_form != CodeForm::kFloat8) {
-      for (int64_t block = 0; block < num_blocks(layer); ++block) {
-        round_block_of<Type>(layer, input, block, first_row, integers);
-      }
+      for (int64_t block = 0; block < num_blocks(layer); ++block) round_block_of<Type>(layer, input, block, 0, rounded);
     }
   }
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
@@ -802,7 +806,7 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
     const int64_t chunk = item / num_panels * kExpandedRows, panel = item % num_panels;
     const int64_t count = std::min(kExpandedRows, num_rows - chunk);
     alignas(64) float sums[kExpandedRows * kTileColumns];
-    quantized_sums<Type>(layer, panel, input + chunk * layer.num_inputs, integers, first_row + chunk, count, sums);
+    quantized_sums<Type>(layer, panel, input + chunk * layer.num_inputs, rounded, chunk, count, sums);
     for (int64_t row = 0; row < count; ++row) {
       float* of_row = sums + row * kTileColumns;
       if (layer.bias != nullptr) {

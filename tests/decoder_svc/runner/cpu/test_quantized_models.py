@@ -77,3 +77,18 @@ def test_our_kernel_computes_quantized_layers_though_pytorch_is_faster_with_whol
     assert isinstance(found, NativeStack)
     assert isinstance(text_model(whole), NativeStack)
     assert not any(isinstance(module, QuantizedLinear) for module in found.modules())
+
+
+def test_threads_that_are_late_change_nothing(tmp_path: pathlib.Path) -> None:
+    """Each thread rounds a single row itself, and may still do so when others compute a later layer."""
+    FAMILIES["llava_clip"].build(tmp_path)
+    family = families.build(FAMILIES["llava_clip"], tmp_path, 2)
+    whole = load(tmp_path, torch.bfloat16)
+    answers = []
+    for num_threads in (1, 5, 5, 5):
+        runner = CPUModelRunner(replace(whole.config, quantize_bits=8, num_threads=num_threads), whole.family)
+        assert isinstance(text_model(runner), NativeStack)
+        session = offline.Session(replace(family.offline, runner=runner))
+        found = [session.ask([question.prompt], max_tokens=60) for question in family.offline.questions]
+        answers.append([one.token_ids for one in found])
+    assert answers == answers[:1] * len(answers)

@@ -219,3 +219,10 @@ def test_integers_have_the_same_bits_with_all_vectors_and_tiles_of_the_processor
         found.append(layer(rows))
     for other in found[1:]:
         assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_rows_have_no_outputs(form: CodeForm, dtype: torch.dtype) -> None:
+    layer = NativeLinear(packed(any_codes(70, 302, form, 128, dtype)), num_threads=2)
+    assert layer(torch.empty(0, 302, dtype=dtype)).shape == (0, 70)
