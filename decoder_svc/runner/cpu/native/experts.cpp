@@ -55,7 +55,7 @@ class ExpertRun {
     gated_.reset(new Left[num_rows * experts.mlp_size]);
     results_.reset(new float[num_rows * experts.hidden_size]);
     if (experts.gate_up[0].codes != nullptr || experts.down[0].codes != nullptr) {
-      integers_.reserve(num_rows, std::max(experts.hidden_size, experts.mlp_size), 0);
+      integers_.reserve(num_rows, std::max(experts.hidden_size, experts.mlp_size));
     }
   }
 
@@ -129,7 +129,7 @@ class ExpertRun {
       for (int64_t first = rows.first; first < stop; first += kExpandedRows) {
         const int64_t count = std::min(kExpandedRows, stop - first);
         if (layer.codes != nullptr) {
-          quantized_sums<Type>(layer, panel, input + first * layer.num_inputs, integers_, first, count, sums);
+          quantized_sums<Type>(layer, panel, input, integers_, first, count, sums);
         } else {
           whole_sums(layer, panel, input + first * layer.num_inputs, count, sums);
         }

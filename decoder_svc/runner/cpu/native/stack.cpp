@@ -127,8 +127,7 @@ class StackRun {
     attended_.reset(new Left[tokens * query_size]);
     gated_.reset(new Left[tokens * stack.mlp_size]);
     partials_.reset(new float[num_partials]);
-    const int64_t most_inputs = std::max({stack.hidden_size, query_size, stack.mlp_size});
-    integers_.reserve(tokens, most_inputs, step.num_threads);
+    integers_.reserve(tokens, std::max({stack.hidden_size, query_size, stack.mlp_size}));
     if (io.adapters != nullptr) lowered_.reset(new float[tokens * io.adapters->max_rank]);
   }
 

@@ -30,7 +30,7 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
   constexpr bool kIsCopied = !std::is_same_v<Left, typename Type::Element>;
   std::unique_ptr<Left[]> copy(kIsCopied ? new Left[num_rows * layer.num_inputs] : nullptr);
   IntegerInputs integers;
-  if (layer.codes != nullptr) integers.reserve(num_rows, layer.num_inputs, num_threads);
+  if (layer.codes != nullptr) integers.reserve(num_rows, layer.num_inputs);
   Phases phases(3);
 #pragma omp parallel num_threads(num_threads) if (is_large)
   {

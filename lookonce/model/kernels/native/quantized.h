@@ -116,18 +116,11 @@ struct IntegerInputs {
   // block's integers · kExcess.
   AlignedVector<int8_t> lower, upper;
   std::unique_ptr<int32_t[]> excess;
-  // Those of each thread, with room for one row.
-  std::unique_ptr<IntegerInputs[]> own;
 
   static int64_t bytes_stride(int64_t num_inputs) { return (num_inputs + kBytesStep - 1) / kBytesStep * kBytesStep; }
 
-  // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more. With a single row, threads have their own.
-  void reserve(int64_t num_rows, int64_t num_inputs, int64_t num_threads) {
-    if (num_rows == 1 && num_threads > 0) {
-      own.reset(new IntegerInputs[num_threads]);
-      for (int64_t i = 0; i < num_threads; ++i) own[i].reserve(1, num_inputs, 0);
-      return;
-    }
+  // For layers of up to `num_inputs` inputs with blocks of 16 inputs or more.
+  void reserve(int64_t num_rows, int64_t num_inputs) {
     const int64_t num_blocks = (num_inputs + kLanes - 1) / kLanes;
     integers.reset(new int16_t[num_rows * num_inputs]);
     scales.reset(new float[num_rows * num_blocks]);
@@ -728,28 +721,6 @@ void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& 
   }
 }
 
-// Rounds one block of the inputs of a row, as row `to_row` of the integers.
-template <typename Type>
-inline void round_block_of(const Linear& layer, const typename Type::Left* row, int64_t block, int64_t to_row,
-                           IntegerInputs& integers) {
-  const int64_t first = block * layer.block_inputs, at = to_row * num_blocks(layer) + block;
-  const int64_t count = std::min(layer.block_inputs, layer.num_inputs - first);
-  float *scale = integers.scales.get() + at, *sum = integers.sums.get() + at;
-#if defined(__AVX512VNNI__)
-  if (layer.word_inputs == 4) {
-    const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs), to = to_row * stride + first;
-    int8_t *lower = integers.lower.data() + to, *upper = integers.upper.data() + to;
-    round_block_to_bytes(row + first, count, lower, upper, scale, sum, integers.excess.get() + at);
-    // What a word or a tile reads behind the last input.
-    const int64_t behind = first + count == layer.num_inputs ? stride - layer.num_inputs : 0;
-    std::fill(lower + count, lower + count + behind, int8_t{0});
-    std::fill(upper + count, upper + count + behind, int8_t{0});
-    return;
-  }
-#endif
-  round_block<Type>(row + first, count, integers.integers.get() + to_row * layer.num_inputs + first, scale, sum);
-}
-
 // Rounds the inputs [num_rows, num_inputs] of a layer of bfloat16 whose codes are integers. A phase, except for layers
 // that take inputs as they are.
 template <typename Type>
@@ -757,16 +728,29 @@ void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left
                   IntegerInputs& integers) {
   if constexpr (Type::kIsRough) {
     if (layer.code_form == CodeForm::kFloat8) return;
-    const int64_t blocks = num_blocks(layer), num_items = num_rows * blocks;
+    const int64_t size = layer.block_inputs, blocks = num_blocks(layer), num_items = num_rows * blocks;
     worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
-      const int64_t row = item / blocks;
-      round_block_of<Type>(layer, input + row * layer.num_inputs, item % blocks, row, integers);
+      const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
+      const int64_t count = std::min(size, layer.num_inputs - first);
+      float *scale = integers.scales.get() + item, *sum = integers.sums.get() + item;
+#if defined(__AVX512VNNI__)
+      if (layer.word_inputs == 4) {
+        const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs), to = item / blocks * stride + first;
+        int8_t *lower = integers.lower.data() + to, *upper = integers.upper.data() + to;
+        round_block_to_bytes(input + at, count, lower, upper, scale, sum, integers.excess.get() + item);
+        // What a word or a tile reads behind the last input.
+        const int64_t behind = first + count == layer.num_inputs ? stride - layer.num_inputs : 0;
+        std::fill(lower + count, lower + count + behind, int8_t{0});
+        std::fill(upper + count, upper + count + behind, int8_t{0});
+        return;
+      }
+#endif
+      round_block<Type>(input + at, count, integers.integers.get() + at, scale, sum);
     });
   }
 }
 
-// Computes the sums [num_rows, 32] of a panel for up to kExpandedRows rows of `input`, without bias. They are the rows
-// from `first_row` on of the integers.
+// Computes the sums [num_rows, 32] of a panel for up to kExpandedRows rows from `first_row`, without bias.
 template <typename Type>
 void quantized_sums(const Linear& layer, int64_t panel, const typename Type::Left* input,
                     const IntegerInputs& integers, int64_t first_row, int64_t num_rows, float* sums) {
@@ -777,28 +761,19 @@ void quantized_sums(const Linear& layer, int64_t panel, const typename Type::Lef
       case CodeForm::kInt8:
         return multiply_integers<CodeForm::kInt8>(layer, panel, integers, first_row, num_rows, sums);
       case CodeForm::kFloat8:
-        return multiply_float8<Type>(layer, panel, input, num_rows, sums);
+        return multiply_float8<Type>(layer, panel, input + first_row * layer.num_inputs, num_rows, sums);
     }
   } else {
-    multiply_expanded<Type>(layer, panel, input, num_rows, sums);
+    multiply_expanded<Type>(layer, panel, input + first_row * layer.num_inputs, num_rows, sums);
   }
 }
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
-// It is two phases with bfloat16 and several rows of codes that are integers. Otherwise it is one.
+// It is two phases with bfloat16 and codes that are integers. Otherwise it is one, which needs no `integers`.
 template <typename Type, typename Finish>
 void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
                       IntegerInputs& integers, Finish finish) {
-  // Rounding a row takes less time than waiting until other threads have done it. A thread that is late may read inputs
-  // that others overwrite already, in a later phase; then no panel is left for it.
-  IntegerInputs& rounded = num_rows == 1 ? integers.own[omp_get_thread_num()] : integers;
-  if constexpr (Type::kIsRough) {
-    if (num_rows != 1) {
-      round_inputs<Type>(worker, layer, input, num_rows, rounded);
-    } else if (layer.code_form != CodeForm::kFloat8) {
-      for (int64_t block = 0; block < num_blocks(layer); ++block) round_block_of<Type>(layer, input, block, 0, rounded);
-    }
-  }
+  round_inputs<Type>(worker, layer, input, num_rows, integers);
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_chunks = (num_rows + kExpandedRows - 1) / kExpandedRows;
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
@@ -806,7 +781,7 @@ void quantized_linear(Worker& worker, const Linear& layer, const typename Type::
     const int64_t chunk = item / num_panels * kExpandedRows, panel = item % num_panels;
     const int64_t count = std::min(kExpandedRows, num_rows - chunk);
     alignas(64) float sums[kExpandedRows * kTileColumns];
-    quantized_sums<Type>(layer, panel, input + chunk * layer.num_inputs, rounded, chunk, count, sums);
+    quantized_sums<Type>(layer, panel, input, integers, chunk, count, sums);
     for (int64_t row = 0; row < count; ++row) {
       float* of_row = sums + row * kTileColumns;
       if (layer.bias != nullptr) {
