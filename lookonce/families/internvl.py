@@ -7,7 +7,7 @@ from typing import Any
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family, FamilySource, FrameRule, FrameSizing, ImageShape, ImageSizing
-from lookonce.families.single_frames import fixed_size
+from lookonce.families.single_frames import CLIP_PIXELS, fixed_size
 
 
 def _sizing(source: FamilySource) -> ImageSizing:
@@ -39,12 +39,7 @@ def _frame_texts(source: FamilySource, index: int, num_frames: int, _fps: float)
 
 
 VIDEO = FrameRule(
-    defaults={
-        "size": {"height": 384, "width": 384},
-        "resample": 3,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-    },
+    defaults={**CLIP_PIXELS, "size": {"height": 384, "width": 384}},
     sizing=_frame_sizing,
     arguments=lambda settings: {"size": settings["size"], "crop_to_patches": False},
     placeholder=lambda source: source.tokens.get("video_token"),

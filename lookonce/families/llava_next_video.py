@@ -11,7 +11,7 @@ from typing import Any
 
 from lookonce.families import llava_next, sizing
 from lookonce.families.base import FamilySource, FrameRule, FrameSizing
-from lookonce.families.single_frames import fixed_size, plain_arguments, plain_processor
+from lookonce.families.single_frames import CLIP_PIXELS, fixed_size, plain_arguments, plain_processor
 
 # The whole processor counts this many patches for each row, whatever the pooling of the configuration is.
 _PATCHES_PER_ROW = 4
@@ -28,12 +28,10 @@ def _frame_sizing(source: FamilySource, settings: Mapping[str, Any]) -> FrameSiz
 
 VIDEO = FrameRule(
     defaults={
+        **CLIP_PIXELS,
         "size": {"shortest_edge": 224},
         "do_center_crop": True,
         "crop_size": {"height": 224, "width": 224},
-        "resample": 3,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
     },
     sizing=_frame_sizing,
     arguments=plain_arguments,

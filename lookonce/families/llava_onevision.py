@@ -12,7 +12,7 @@ from typing import Any
 from lookonce.content_key import ProcessorOptions
 from lookonce.families import sizing
 from lookonce.families.base import Family, FamilySource, FrameRule, FrameSizing, ImageShape, ImageSizing
-from lookonce.families.single_frames import fixed_size, plain_arguments, plain_processor
+from lookonce.families.single_frames import CLIP_PIXELS, fixed_size, plain_arguments, plain_processor
 
 # Grids that exceed the limit by up to this factor are not scaled down, as in the model's training.
 _TOLERANCE = 1.1
@@ -63,12 +63,7 @@ def _frame_sizing(source: FamilySource, settings: Mapping[str, Any]) -> FrameSiz
 
 
 VIDEO = FrameRule(
-    defaults={
-        "size": {"height": 384, "width": 384},
-        "resample": 3,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-    },
+    defaults={**CLIP_PIXELS, "size": {"height": 384, "width": 384}},
     sizing=_frame_sizing,
     arguments=plain_arguments,
     processor=plain_processor,

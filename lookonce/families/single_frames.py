@@ -13,6 +13,13 @@ from typing import Any
 from lookonce.families.base import FamilySource, FrameRule, FrameSizing, ImageShape
 from lookonce.families.video import STEPS, pixel_settings, processor_settings
 
+# Settings of pixels in transformers' video processors for CLIP's and SigLIP's towers; 3 is bicubic.
+CLIP_PIXELS: Mapping[str, Any] = {
+    "resample": 3,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SingleFrames:

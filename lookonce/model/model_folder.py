@@ -45,7 +45,7 @@ _UNSERVED_TYPES = {"mllama": _APART, "florence2": _TOGETHER, "t5gemma2": _TOGETH
 _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
 
 
-# What transformers and torch raise for a configuration that contradicts itself or the weights.
+# transformers and torch raise these for a configuration that contradicts itself or the weights.
 CONFIGURATION_FAULTS = (
     ArithmeticError,
     AssertionError,

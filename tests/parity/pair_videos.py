@@ -76,11 +76,7 @@ class PairModel(videos.VideoModel):
 
     def inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Returns the arguments of the whole model's `generate`."""
-        content = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": videos.kind_of(part)}
-            for part in parts
-        ]
-        text = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        text = self.rendered(parts)
         shown = [part for part in parts if isinstance(part, Video)]
         images = [part for part in parts if isinstance(part, PIL.Image.Image)]
         inputs: dict[str, Any] = {}

@@ -130,6 +130,14 @@ class VideoModel(abc.ABC):
         resolved = [self._resolved(source) for source in self.builder.image_sources(spec, videos)]
         return self.builder.build(spec, resolved, videos)
 
+    def rendered(self, parts: Sequence[Part]) -> str:
+        """Returns the text of one user's turn, with the placeholders that the chat template writes."""
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": _type_of(part)} for part in parts
+        ]
+        conversation = [{"role": "user", "content": content}]
+        return str(self.processor.apply_chat_template(conversation, add_generation_prompt=True))
+
     def _resolved(self, source: Any) -> ResolvedImage:
         assert isinstance(source, InlineImage)
         key = content_key(file_digest(source.data), EncoderFingerprint(self.name), source.options, DEFAULT_TENANT)
@@ -148,8 +156,7 @@ class VideoModel(abc.ABC):
         """Returns the arguments of the whole model's `generate`."""
 
 
-def kind_of(part: PIL.Image.Image | Video) -> str:
-    """Returns the type of a part in a conversation."""
+def _type_of(part: PIL.Image.Image | Video) -> str:
     return "video" if isinstance(part, Video) else "image"
 
 

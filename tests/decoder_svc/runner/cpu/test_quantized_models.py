@@ -80,7 +80,7 @@ def test_our_kernel_computes_quantized_layers_though_pytorch_is_faster_with_whol
 
 
 def test_threads_that_are_late_change_nothing(tmp_path: pathlib.Path) -> None:
-    """There are more threads than processors, so some of them are still in an earlier phase of the stack than others."""
+    """There are more threads than processors, so some are still in an earlier phase of the stack than others."""
     FAMILIES["llava_clip"].build(tmp_path)
     family = families.build(FAMILIES["llava_clip"], tmp_path, 2)
     whole = load(tmp_path, torch.bfloat16)
