@@ -164,6 +164,8 @@ class PairRule:
     timed_frame: Callable[[int, int], float] = _middle
     # Whether rows take the place of the token of images; otherwise of that of videos.
     takes_image_token: bool = False
+    # Settings that the family's whole processor sets, whatever those of the folder's video processor are.
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     # Most pixels of a frame, whatever the bounds of the whole video are; None: there is no such limit.
     frame_cap: Callable[[FamilySource], int | None] = _no_frame_cap
     # Maps (configuration, seconds between pairs) to steps on the time axis; None: a pair is positioned like an image.

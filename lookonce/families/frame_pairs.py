@@ -145,7 +145,7 @@ def even_share(settings: PairSettings, most_pixels: int) -> int:
 
 
 def _settings(source: FamilySource, rule: PairRule) -> PairSettings:
-    given = processor_settings(source, rule.defaults)
+    given = {**processor_settings(source, rule.defaults), **rule.overrides}
     processor = source.processor
     for name in ("patch_size", "merge_size", "temporal_patch_size"):
         if given.get(name, getattr(processor, name)) != getattr(processor, name):

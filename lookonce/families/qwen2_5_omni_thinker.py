@@ -21,5 +21,10 @@ FAMILY = replace(
     title="Qwen2.5-Omni",
     model_type="qwen2_5_omni_thinker",
     architecture="Qwen2_5OmniThinkerForConditionalGeneration",
-    video=replace(qwen2_vl.VIDEO, time_steps=_real_time),
+    # The whole processor gives these bounds to its video processor.
+    video=replace(
+        qwen2_vl.VIDEO,
+        time_steps=_real_time,
+        overrides={"size": qwen2_vl.VIDEO.defaults["size"], "min_pixels": None, "max_pixels": None},
+    ),
 )

@@ -19,8 +19,10 @@ import torch
 from tests.parity import videos
 from tests.parity.videos import MEAN, STD, Part, Video
 
-# Pixel bounds: of all frames together for Qwen3-VL, of each frame for the others.
+# Pixel bounds in rows: of all frames together for Qwen3-VL, of each frame for the others.
 LEAST_ROWS, MOST_ROWS = 4, 60
+# The whole processor of Qwen2.5-Omni sets its own.
+_BOUNDS_OF_OMNI = 128, 768
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
 # Marks the rows of videos, so that they are not taken for a placeholder.
 _ROW = "<|video_row|>"
@@ -31,7 +33,7 @@ class PairModel(videos.VideoModel):
 
     def __init__(self, family: ModuleType, folder: pathlib.Path) -> None:
         super().__init__(family, folder)
-        self.few_pixels = 9 * self.square
+        self.few_pixels = (self.bounds[0] + 5) * self.square
         if self.has_clock and not self.is_omni:
             self.reference.model.get_rope_index = self._positions
         if self.is_glm:
@@ -53,6 +55,11 @@ class PairModel(videos.VideoModel):
     def merge(self) -> int:
         """Patches along a side of a row."""
         return int(self.processor.image_processor.merge_size)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Least and most pixels in rows."""
+        return _BOUNDS_OF_OMNI if self.is_omni else (LEAST_ROWS, MOST_ROWS)
 
     def video_settings(self) -> dict[str, Any]:
         """Returns settings that fit the tiny model."""
@@ -111,7 +118,7 @@ class PairModel(videos.VideoModel):
         width, height = video.frames[0].size
         factor = self.patch * self.merge
         share = 1 if self.has_clock else len(video.frames)
-        least, most = LEAST_ROWS * self.square / share, MOST_ROWS * self.square / share
+        least, most = (bound * self.square / share for bound in self.bounds)
         most = min(most, video.max_pixels or most)
         columns, rows = round(width / factor), round(height / factor)
         # Each pair counts as two frames when all frames together are compared with the bounds.

@@ -117,6 +117,18 @@ def test_blocks_are_not_shared_where_the_time_differs(asked: Asked) -> None:
         assert session.ask([question.prompt]).token_ids == [question.expected]
 
 
+@pytest.mark.parametrize("asked", ["llava_onevision"], indirect=True)
+def test_images_beside_a_video_count_as_several(asked: Asked) -> None:
+    """With two images, each is encoded without tiles, also if the prompt has a video."""
+    model = asked.model
+    pictures: list[Part] = [*frames(21, 1, 90, 60), *frames(22, 1, 60, 130)]
+    shown: list[list[Part]] = [[*pictures[:number], Video(frames(23, 3)), "what"] for number in (1, 2)]
+    questions = [model.question(parts)[0] for parts in shown]
+    assert [one.prompt.images[0].options.beside_others for one in questions] == [False, True]
+    session = offline.Session(model.offline_model(questions))
+    assert session.ask([one.prompt for one in questions]).token_ids == [one.expected for one in questions]
+
+
 @pytest.mark.parametrize("asked", WITH_AXES, indirect=True)
 def test_positions_are_those_of_transformers_where_space_outlasts_time(asked: Asked) -> None:
     """The rule of transformers 5.23 starts the text after a video's height and width, regardless of its time."""
