@@ -234,7 +234,7 @@ def _faults_of_configurations() -> Iterator[None]:
         logger.debug("the language model cannot compute a step", exc_info=True)
         raise ModelFolderError(
             f"the language model cannot compute a step: {type(error).__name__} {error}; use the config.json that "
-            "belongs to the weights"
+            "belongs to the weights, or set log_level=debug to see where"
         ) from error
 
 
