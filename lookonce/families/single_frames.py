@@ -120,7 +120,9 @@ def fixed_size(settings: Mapping[str, Any], side: int, num_rows: int) -> FrameSi
     """
     name = "crop_size" if settings.get("do_center_crop") else "size"
     given = settings[name]
-    sides = (given["height"], given["width"]) if isinstance(given, Mapping) and "height" in given else (given, given)
+    # A number alone is the side of what is cut out, but the shorter side of what is resized, which need be no square.
+    is_square = isinstance(given, int) and name == "crop_size"
+    sides = (given, given) if is_square else (given["height"], given["width"])
     if sides != (side, side):
         raise ValueError(f"{name} is {given} for videos, and the tower sees squares of {side} pixels")
     return FrameSizing(lambda _width, _height: (side, side), (side, side), num_rows)

@@ -39,8 +39,12 @@ def in_words(number: int) -> str:
 
 
 def _frame_sizing(source: FamilySource, settings: Mapping[str, Any]) -> FrameSizing:
-    square = {"size": settings["max_image_size"]["longest_edge"]}
-    return fixed_size(square, source.config.vision_config.image_size, idefics3.rows_per_tile(source.config))
+    side = settings["max_image_size"]["longest_edge"]
+    return fixed_size(
+        {"size": {"height": side, "width": side}},
+        source.config.vision_config.image_size,
+        idefics3.rows_per_tile(source.config),
+    )
 
 
 def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,9 +110,11 @@ def test_times_are_minutes_and_seconds() -> None:
     ("name", "settings", "reason"),
     [
         ("llava_onevision", {"size": {"height": 80, "width": 64}}, "the tower sees squares of 64 pixels"),
-        ("llava_onevision", {"size": {"shortest_edge": 64}}, "the tower sees squares of 64 pixels"),
+        ("llava_onevision", {"size": {"shortest_edge": 64}}, "KeyError 'height'"),
+        ("llava_onevision", {"size": 64}, "TypeError"),
+        ("internvl", {"size": 84}, "TypeError"),
         ("llava_onevision", {"do_rescale": False}, "do_rescale is switched off"),
-        ("llava_next_video", {"do_center_crop": False}, "the tower sees squares of 60 pixels"),
+        ("llava_next_video", {"do_center_crop": False}, "KeyError 'height'"),
         ("llava_next_video", {"crop_size": {"height": 30, "width": 30}}, "crop_size"),
         ("internvl", {"size": {"height": 42, "width": 42}}, "squares of 84 pixels"),
         ("smolvlm", {"max_image_size": {"longest_edge": 112}}, "squares of 56 pixels"),
