@@ -110,8 +110,8 @@ class DecoderFamily:
 
         Of pairs, videos of three frames are the worst case, with two pairs each.
         """
-        if self._video is None or self._video.frames_per_entry == 1:
-            return 0 if self._video is None else num_frames
+        if self.frames_per_entry < 2:
+            return num_frames * self.frames_per_entry
         return -(-num_frames * 2 // 3)
 
     def video_layouts(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageLayout]:

@@ -121,9 +121,8 @@ def fixed_size(settings: Mapping[str, Any], side: int, num_rows: int) -> FrameSi
     name = "crop_size" if settings.get("do_center_crop") else "size"
     given = settings[name]
     # A number alone is the side of what is cut out, but the shorter side of what is resized, which need be no square.
-    is_square = isinstance(given, int) and name == "crop_size"
-    sides = (given, given) if is_square else (given["height"], given["width"])
-    if sides != (side, side):
+    sides = {"height": given, "width": given} if isinstance(given, int) and name == "crop_size" else given
+    if not isinstance(sides, Mapping) or (sides.get("height"), sides.get("width")) != (side, side):
         raise ValueError(f"{name} is {given} for videos, and the tower sees squares of {side} pixels")
     return FrameSizing(lambda _width, _height: (side, side), (side, side), num_rows)
 

@@ -81,6 +81,10 @@ def test_a_video_is_a_shape_per_frame(load: Load, name: str) -> None:
     assert {shape.num_rows + shape.num_unused_rows for shape in shapes} == {video.entry_shape(video.unit).num_rows}
 
 
+def test_a_number_alone_is_the_side_of_what_is_cut_out(load: Load) -> None:
+    assert videos_of(load("llava_next_video", crop_size=60)).unit == (60, 60)
+
+
 def test_smolvlm_says_how_long_a_video_is(load: Load) -> None:
     video = videos_of(load("smolvlm"))
     shapes = video.shapes(video.unit, num_frames=31, fps=0.25)
@@ -110,11 +114,11 @@ def test_times_are_minutes_and_seconds() -> None:
     ("name", "settings", "reason"),
     [
         ("llava_onevision", {"size": {"height": 80, "width": 64}}, "the tower sees squares of 64 pixels"),
-        ("llava_onevision", {"size": {"shortest_edge": 64}}, "KeyError 'height'"),
-        ("llava_onevision", {"size": 64}, "TypeError"),
-        ("internvl", {"size": 84}, "TypeError"),
+        ("llava_onevision", {"size": {"shortest_edge": 64}}, "the tower sees squares of 64 pixels"),
+        ("llava_onevision", {"size": 64}, "size is 64 for videos, and the tower sees squares of 64 pixels"),
+        ("internvl", {"size": 84}, "the tower sees squares of 84 pixels"),
         ("llava_onevision", {"do_rescale": False}, "do_rescale is switched off"),
-        ("llava_next_video", {"do_center_crop": False}, "KeyError 'height'"),
+        ("llava_next_video", {"do_center_crop": False}, "the tower sees squares of 60 pixels"),
         ("llava_next_video", {"crop_size": {"height": 30, "width": 30}}, "crop_size"),
         ("internvl", {"size": {"height": 42, "width": 42}}, "squares of 84 pixels"),
         ("smolvlm", {"max_image_size": {"longest_edge": 112}}, "squares of 56 pixels"),
