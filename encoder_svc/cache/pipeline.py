@@ -112,6 +112,7 @@ class EncodePipeline:
     ) -> EncodeOutcome:
         with self._order.entered(caller) as turn:
             self.model.adapter.check_options(image.options)
+            self.model.adapter.check_files(image.data)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
             digests = await self._digests_of(image, turn, place)

@@ -19,7 +19,7 @@ from lookonce.errors import InvalidParameterError
 from lookonce.families.base import Family
 from lookonce.families.frame_pairs import FramePairs
 from lookonce.families.single_frames import SingleFrames
-from lookonce.image_file import FRAMES_PER_PAIR
+from lookonce.image_file import FRAMES_PER_PAIR, FramePair, ImageFile
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
@@ -87,9 +87,13 @@ class VisionAdapter:
         """Raises InvalidParameterError for options that the model does not have or values out of range."""
         self.model.check_options(options)
 
-    def check_second_frame(self) -> None:
-        """Raises InvalidParameterError if an entry of this model holds a single frame."""
-        if self.model.video is not None and self.model.video.frames_per_entry == 1:
+    def check_files(self, data: ImageFile | None) -> None:
+        """Raises InvalidParameterError for two frames if an entry of this model holds a single one.
+
+        Call it before caches are asked: a frame with itself as the second one has the same key as alone.
+        """
+        is_pair = isinstance(data, FramePair) and data.second is not None
+        if is_pair and self.model.video is not None and self.model.video.frames_per_entry == 1:
             raise InvalidParameterError(
                 "second_frame", f"{self.family.title} encodes frames one by one; leave it unset"
             )

@@ -49,10 +49,8 @@ class Preprocessor:
 
         Takes up to some 30 ms for a file with much metadata: call it in a thread. Raises ImageUndecodableError,
         ImageTooLargeError or ImageDecodeLimitError, and InvalidParameterError for frames of different sizes, and for a
-        second frame or a size that the model's frames do not have.
+        size that the model's frames do not have.
         """
-        if isinstance(data, FramePair) and data.second is not None:
-            self._adapter.check_second_frame()
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
         return header

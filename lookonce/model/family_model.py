@@ -134,6 +134,8 @@ class FamilyModel:
             raise InvalidParameterError(
                 "max_pixels", "does not apply to video frames, whose size is frame_size; leave it unset"
             )
+        if options.beside_others:
+            raise InvalidParameterError("beside_others", "does not apply to video frames; leave it unset")
         if not self.video.is_frame_size(width, height):
             units = " and ".join(map(str, dict.fromkeys(self.video.unit)))
             raise InvalidParameterError(

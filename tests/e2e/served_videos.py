@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import PIL.Image
 
 from lookonce.aio import AsyncClient
+from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest
 from lookonce.generation import Generation, Message, Part
 from lookonce.images import ImageRef
@@ -37,6 +38,8 @@ class Served:
     chats: list[Chat]
     # Distinct images and entries of frames in them.
     num_entries: int
+    # Size of frames of 80 × 60 pixels after resizing.
+    frame_size: common_pb2.PixelSize
 
     @property
     def num_encodes(self) -> int:
@@ -62,7 +65,8 @@ def served_videos(model: videos.VideoModel) -> Iterator[Served]:
         encoder_arguments=SERVICE_FLAGS,
         decoder_arguments=(*SERVICE_FLAGS, *limits),
     ) as stack:
-        yield Served(stack, chats, len(model.rows))
+        width, height = model.text.family.frame_size(80, 60, 2, None)
+        yield Served(stack, chats, len(model.rows), common_pb2.PixelSize(width=width, height=height))
 
 
 def said(parts: Sequence[videos.Part], *, by_digest: bool = False) -> list[Part]:

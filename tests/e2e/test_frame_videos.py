@@ -152,3 +152,18 @@ async def test_a_wrong_frame_is_refused_by_the_encoder(served: Served, what: str
         with pytest.raises(InvalidInputError, match=reason):
             await encode(**fields)
     assert served.num_encodes == num_before
+
+
+async def test_a_frame_has_one_key(served: Served) -> None:
+    """A second frame is refused also if the first one is cached, and so is the option of images beside others."""
+    one = videos.png(videos.frames(71, 1)[0])
+    async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
+        await answer(served.stack.decoder_targets[0], [Video.from_frames([one, one]), "what"])
+        deadline = Deadline.after(30)
+        encoder = await client._encoder(deadline)
+        unit = served.frame_size
+        for field, given in (("second_frame", {"second_frame": one}), ("beside_others", {"beside_others": True})):
+            image = common_pb2.ImageSource(data=one, frame_size=unit, **given)
+            request = encoder_pb2.EncodeRequest(items=[encoder_pb2.EncodeItem(image=image)])
+            with pytest.raises(InvalidParameterError, match=field):
+                await client._calls.unary(encoder.Encode, request, deadline)
