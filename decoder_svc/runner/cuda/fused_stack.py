@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.cuda.quantized_layers import DeviceLinear, joined_biases, joined_linears
 from decoder_svc.runner.cuda.triton_layers import HeadNorms, rotate_write
 from decoder_svc.runner.paged_step import PagedStep
 from lookonce.model.kernels.triton_rowwise import add_norm, gated
@@ -44,8 +45,10 @@ def unfusable_reason(text_model: Any) -> str | None:
         linears = [getattr(layer.self_attn, name) for name in _PROJECTIONS] + [
             getattr(layer.mlp, name) for name in _MLP
         ]
-        if not all(type(linear) is torch.nn.Linear for linear in linears):
+        if not all(type(linear) in (torch.nn.Linear, DeviceLinear) for linear in linears):
             return "a layer has weights other than plain matrices"
+        if not (_can_merge(linears[:3]) and _can_merge(linears[4:6])):
+            return "layers that are merged are quantized in different ways"
         if layer.self_attn.head_dim % 2:
             return f"a head has {layer.self_attn.head_dim} elements, which is not even"
     return None
@@ -150,17 +153,24 @@ class _FusedLayer(torch.nn.Module):  # type: ignore[misc]
         return hidden, self.down(gated(self.gate_up(normed)))
 
 
-def _merged(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
+def _can_merge(linears: Sequence[Any]) -> bool:
+    """Whether all weights are whole, or all are codes of one kind."""
+    codes = [linear.weight_codes.kind for linear in linears if isinstance(linear, DeviceLinear)]
+    return not codes or (len(codes) == len(linears) and len(set(codes)) == 1)
+
+
+def _merged(linears: Sequence[Any]) -> torch.nn.Module:
     """Returns one layer with the outputs of all. Their weights become views of its weights, so memory is kept once."""
+    if isinstance(linears[0], DeviceLinear):
+        return joined_linears(linears)
     sizes = [linear.out_features for linear in linears]
     merged = torch.nn.Linear(linears[0].in_features, sum(sizes), bias=False, device="meta")
     merged.weight = _parameter(torch.cat([linear.weight for linear in linears]))
     for linear, weight in zip(linears, merged.weight.split(sizes), strict=True):
         linear.weight = _parameter(weight)
-    if any(linear.bias is not None for linear in linears):
-        zeros = [torch.zeros_like(linear.weight[:, 0]) for linear in linears]
-        biases = [zero if linear.bias is None else linear.bias for linear, zero in zip(linears, zeros, strict=True)]
-        merged.bias = _parameter(torch.cat(biases))
+    bias = joined_biases(linears, merged.weight.device, merged.weight.dtype)
+    if bias is not None:
+        merged.bias = _parameter(bias)
     return merged
 
 

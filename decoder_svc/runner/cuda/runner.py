@@ -18,15 +18,20 @@ from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
 from decoder_svc.runner.cuda.kernel_steps import kernel_steps
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.cuda.quantized_layers import (
+    compile_quantized_kernels,
+    install_quantized_layers,
+    refuse_experts,
+)
 from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.sampling.device_penalties import DevicePenalties, Penalise, penalised_logits
 from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
-from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
+from lookonce.model.kernels.quantized_layers import quantize_linears
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +66,15 @@ class GPUModelRunner(ModelRunnerBase):
 
     def load_model(self) -> None:
         """Loads the language half into device memory and chooses the attention backend."""
-        if self.config.quantize_bits is not None:
-            raise ConfigurationError("quantize is offered on CPUs only; leave it out")
-        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION, keep_codes=True)
+        bits = self.config.quantize_bits
+        if bits is not None:
+            text_model = getattr(self.model.model, text_child(self.model))
+            refuse_experts(text_model)
+            quantize_linears(self.model, text_model, bits)
         self.adapters = self._adapter_table()
+        num_processors = self.properties.multi_processor_count
+        install_quantized_layers(self.model, self.device, num_processors, is_required=bits is not None)
         self.model.to(self.device)
         largest = self.head_shapes[-1]
         needs = AttentionNeeds(
@@ -76,7 +86,7 @@ class GPUModelRunner(ModelRunnerBase):
             has_mutual_spans=self.family.mask is not Mask.CAUSAL,
             device=self.device,
             capability=(self.properties.major, self.properties.minor),
-            num_processors=self.properties.multi_processor_count,
+            num_processors=num_processors,
             shared_bytes=self.properties.shared_memory_per_block_optin,
             is_rounded=self.config.rounds_kv_cache,
         )
@@ -89,7 +99,7 @@ class GPUModelRunner(ModelRunnerBase):
             spec = dataclasses.replace(self.get_kv_cache_spec(), is_rounded=False)
             num_axes = self.family.num_position_axes
             install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
-        vocab = len(self.model.get_output_embeddings().weight)
+        vocab = self.model.get_output_embeddings().out_features
         penalties = DevicePenalties(
             self.config.max_num_seqs, vocab, self.device, self.transfer.move, _penalised_logits()
         )
@@ -120,6 +130,8 @@ class GPUModelRunner(ModelRunnerBase):
 
     def _compile_kernels(self) -> None:
         """Runs a small step of every kind. `initialize_kv_cache` must be called afterwards."""
+        with torch.inference_mode():
+            compile_quantized_kernels(self.model)
         self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
         has_sliding_group = self.get_kv_cache_spec().window is not None
         sizes = self.config.max_num_seqs, self.family.mask, self.config.block_size

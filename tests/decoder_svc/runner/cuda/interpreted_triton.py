@@ -36,6 +36,7 @@ from decoder_svc.runner.cuda import (  # noqa: E402
     triton_attention,
     triton_layers,
     triton_penalties,
+    triton_quantized,
     triton_splits,
 )
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_of  # noqa: E402

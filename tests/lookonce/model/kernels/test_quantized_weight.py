@@ -22,6 +22,7 @@ from lookonce.model.kernels.quantized_weight import (
     quantized,
     whole,
 )
+from tests.lookonce.model.kernels.any_codes import any_codes
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -33,20 +34,6 @@ def random_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype = torch.
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randn(num_outputs, 1, generator=generator).exp()
     return (torch.randn(num_outputs, num_inputs, generator=generator) * sizes).to(dtype)
-
-
-def any_codes(num_outputs: int, num_inputs: int, form: CodeForm, group: int, dtype: torch.dtype) -> QuantizedWeight:
-    """Codes, scales and offsets as a folder may have them."""
-    generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator)
-    scales, offsets = torch.randn(2, num_outputs, -(-num_inputs // group), generator=generator).bfloat16().float()
-    if form is CodeForm.INT4:
-        codes &= 15
-    elif form is CodeForm.FLOAT8:
-        # The two codes that are not numbers are refused when a folder is loaded.
-        codes = torch.where(codes & 0x7F == 0x7F, 0x7E, codes)
-        offsets = torch.zeros_like(offsets)
-    return QuantizedWeight(codes.to(torch.int8), scales, offsets, form, group, dtype)
 
 
 @settings(max_examples=60)

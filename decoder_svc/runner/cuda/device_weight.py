@@ -1,0 +1,131 @@
+"""A quantized weight in a device's memory, in the order in which the kernels of `triton_quantized.py` read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lookonce.model.kernels.quantized_weight import CodeForm, QuantizedWeight
+
+# Inputs of a tile. Those of a tile have one scale, and Triton multiplies no fewer than 16.
+_MAX_TILE, _MIN_TILE = 64, 16
+# A row of codes begins at a multiple of this, so that the device reads whole words.
+_ROW_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeight:
+    """A weight `[outputs, inputs]` as codes, scales and offsets."""
+
+    # int8 [outputs, row_bytes], padded. A code of 8 bits takes a byte. A byte of a tile of INT4 has two: its lower bits
+    # belong to the tile's first `tile_inputs` inputs, its upper bits to as many that follow.
+    codes: Tensor
+    # [groups, outputs], in the smallest type that holds them exactly. Its rows may be longer.
+    scales: Tensor
+    # The same; None: all are 0.
+    offsets: Tensor | None
+    form: CodeForm
+    # A multiple of `tile_inputs`. A layer with one group has a multiple that is not less than its inputs.
+    group_inputs: int
+    num_inputs: int
+    # Inputs of a byte's lower bits.
+    tile_inputs: int
+    # The type of the weight that this stands for.
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, device: torch.device) -> DeviceWeight:
+        """Copies a weight that `is_readable` to a device."""
+        tile = tile_inputs(weight)
+        assert tile is not None, "the groups of inputs are not readable"
+        is_int4 = weight.form is CodeForm.INT4
+        num_outputs, num_inputs = weight.shape
+        codes = weight.codes.to(device)
+        if is_int4:
+            halves = F.pad(codes, (0, -num_inputs % (2 * tile))).view(num_outputs, -1, 2, tile)
+            codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+        padding = -codes.shape[1] % max(tile, _ROW_BYTES)
+        is_one_group = weight.scales.shape[1] == 1
+        return cls(
+            F.pad(codes, (0, padding)).contiguous(),
+            _narrowed(weight.scales).T.contiguous().to(device),
+            _narrowed(weight.offsets).T.contiguous().to(device) if bool(weight.offsets.any()) else None,
+            weight.form,
+            -(-num_inputs // tile) * tile if is_one_group else weight.group_inputs,
+            num_inputs,
+            tile,
+            weight.dtype,
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs."""
+        return len(self.codes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the codes of an output, with padding."""
+        return int(self.codes.shape[1])
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of codes of an output."""
+        inputs_each = self.tile_inputs * (2 if self.form is CodeForm.INT4 else 1)
+        return -(-self.num_inputs // inputs_each)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        tensors = self.codes, self.scales, *([] if self.offsets is None else [self.offsets])
+        return sum(int(tensor.nbytes) for tensor in tensors)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What weights must have in common to be joined."""
+        return self.form, self.group_inputs, self.num_inputs, self.tile_inputs, self.dtype
+
+    def outputs(self, start: int, stop: int) -> DeviceWeight:
+        """Returns the weight of these outputs, which shares the memory of this one."""
+        return replace(
+            self,
+            codes=self.codes[start:stop],
+            scales=self.scales[:, start:stop],
+            offsets=None if self.offsets is None else self.offsets[:, start:stop],
+        )
+
+
+def tile_inputs(weight: QuantizedWeight) -> int | None:
+    """Returns the inputs of a tile; None if the kernels cannot read such groups."""
+    tile = _MAX_TILE
+    if weight.scales.shape[1] == 1:
+        return tile
+    while weight.group_inputs % tile:
+        tile //= 2
+    return tile if tile >= _MIN_TILE else None
+
+
+def joined(weights: Sequence[DeviceWeight]) -> DeviceWeight:
+    """Returns the outputs of all weights, which must be of one kind."""
+    assert len({weight.kind for weight in weights}) == 1, "weights of several kinds are not joined"
+    has_offsets = any(weight.offsets is not None for weight in weights)
+    offsets = [torch.zeros_like(each.scales.float()) if each.offsets is None else each.offsets for each in weights]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        # A type that holds the numbers of all.
+        scales=torch.cat([weight.scales for weight in weights], dim=1),
+        offsets=torch.cat(offsets, dim=1) if has_offsets else None,
+    )
+
+
+def _narrowed(values: Tensor) -> Tensor:
+    """Returns float32 values in bfloat16 or float16 if it holds them exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = values.to(dtype)
+        if torch.equal(narrow.float(), values):
+            return narrow
+    return values
