@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import models, peer, report
 from benchmarks.gpu_checks import (
+    Check,
     attention_seconds,
     backends_agree,
     cuda_backends,
@@ -36,6 +37,7 @@ from benchmarks.gpu_checks import (
 from benchmarks.gpu_decode import DecodeBench
 from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import continuous_batching_s, seconds_of
+from benchmarks.gpu_quantized import quantized_cells
 from benchmarks.gpu_section import section
 from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS
@@ -47,7 +49,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
-STAGES = ("checks", "decode", "rounded", "attention", "encoder", "service", "peer", "vllm")
+STAGES = ("checks", "decode", "rounded", "quantized", "attention", "encoder", "service", "peer", "vllm")
 # Other engines take minutes to start, and must be installed.
 _DEFAULT_STAGES = STAGES[:-2]
 _BATCHES, _CONTEXTS = (1, 8, 64), (1024, 8192)
@@ -94,6 +96,7 @@ def main() -> None:
         "checks": functools.partial(_checks, figures, device),
         "decode": functools.partial(_decode, figures, device, arguments),
         "rounded": functools.partial(_rounded, figures, device, arguments),
+        "quantized": functools.partial(_quantized, figures, device, arguments),
         "attention": lambda: figures.add("attention_s", attention_seconds(cuda_backends(device), device)),
         "encoder": functools.partial(_encoder, figures, device, arguments),
         "service": functools.partial(_service, figures, device, arguments),
@@ -208,6 +211,31 @@ def _rounded(figures: Figures, device: torch.device, arguments: argparse.Namespa
                 figures.add("decode", asdict(bench.decode(batch, context, "greedy")))
         del bench
         torch.cuda.empty_cache()
+
+
+def _quantized(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
+    """Checks and times weights of 8 and 4 bits."""
+    for cell in quantized_cells(device):
+        if isinstance(cell, Check):
+            figures.add("checks", asdict(cell))
+        else:
+            figures.add("products", cell)
+    small = models.small_llava(torch.bfloat16)
+    for bits in (8, 4):
+        for check in parity(small, GPUModelRunner, quantize_bits=bits):
+            figures.add("checks", asdict(check))
+    context = min(arguments.contexts)
+    for name in arguments.model:
+        folder = _folder_of(name, arguments, device)
+        for bits in (8, 4):
+            began_s = time.perf_counter()
+            bench = DecodeBench(name, folder, GPUModelRunner, max(arguments.batches), context + 1, quantize_bits=bits)
+            loaded = {"model": f"{name}, weights of {bits} bits", "load_and_record_s": time.perf_counter() - began_s}
+            figures.add("starts", loaded)
+            for batch in arguments.batches:
+                figures.add("decode", asdict(bench.decode(batch, context, "greedy")))
+            del bench
+            torch.cuda.empty_cache()
 
 
 def _trace(figures: Figures, bench: DecodeBench, batch: int, context: int) -> None:

@@ -6,6 +6,7 @@ import pathlib
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -48,25 +49,32 @@ def runner_of(
     max_num_seqs: int = 64,
     *,
     rounds_kv_cache: bool = False,
+    quantize_bits: int | None = None,
 ) -> ModelRunnerBase:
     """Returns a runner of this kind with the folder's model."""
     family = load_family(ModelFolder.open(folder), load_pretrained(folder))
     config = RunnerConfig(folder, dtype, block_size, None, max_num_seqs=max_num_seqs, rounds_kv_cache=rounds_kv_cache)
-    return kind(config, family)
+    return kind(replace(config, quantize_bits=quantize_bits), family)
 
 
 def parity(
-    folder: pathlib.Path, kind: type[ModelRunnerBase], prompt_tokens: int = 100, *, rounds_kv_cache: bool = False
+    folder: pathlib.Path,
+    kind: type[ModelRunnerBase],
+    prompt_tokens: int = 100,
+    *,
+    rounds_kv_cache: bool = False,
+    quantize_bits: int | None = None,
 ) -> list[Check]:
     """Compares the log probabilities of greedy answers with those of the CPU in float32.
 
-    With `rounds_kv_cache`, keys and values have 8 bits on both sides.
+    With `rounds_kv_cache`, keys and values have 8 bits on both sides; with `quantize_bits`, weights have so many.
     """
     batch, num_steps = 4, 8
     max_tokens = prompt_tokens + num_steps + 1
 
     def answers(kind: type[ModelRunnerBase], dtype: torch.dtype, block_size: int) -> Run:
-        runner = runner_of(folder, kind, dtype, block_size, batch, rounds_kv_cache=rounds_kv_cache)
+        rounding: dict[str, Any] = {"rounds_kv_cache": rounds_kv_cache, "quantize_bits": quantize_bits}
+        runner = runner_of(folder, kind, dtype, block_size, batch, **rounding)
         return StepDriver(runner, batch, max_tokens).run(batch, prompt_tokens, num_steps, with_logprobs=True)
 
     reference = answers(CPUModelRunner, torch.float32, 16).answers
@@ -75,6 +83,7 @@ def parity(
         for block_size in _BLOCK_SIZES:
             largest, num_places = largest_difference(reference, answers(kind, dtype, block_size).answers)
             rounded = ", keys of 8 bits" if rounds_kv_cache else ""
+            rounded += f", weights of {quantize_bits} bits" if quantize_bits else ""
             name = f"log probabilities against the CPU's in float32: {_word(dtype)}, blocks of {block_size}{rounded}"
             found = f"{largest:.2g} at most in {num_places} places; {tolerance:g} passes"
             checks.append(Check(name, num_places >= batch and largest <= tolerance, found))

@@ -13,6 +13,7 @@ from benchmarks.gpu_checks import runner_of
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_steps import SAMPLINGS, StepDriver, median_and_spread
 from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.cuda.quantized_layers import DeviceLinear
 
 _NUM_STEPS = 40
 _NUM_ROUNDS = 3
@@ -87,10 +88,13 @@ class DecodeBench:
         max_tokens: int,
         *,
         rounds_kv_cache: bool = False,
+        quantize_bits: int | None = None,
     ) -> None:
         """`max_tokens`: the longest context, with its chunk. `rounds_kv_cache`: keys and values have 8 bits."""
         self._name = f"{name}, keys of 8 bits" if rounds_kv_cache else name
-        runner = runner_of(folder, kind, torch.bfloat16, max_num_seqs=max_batch, rounds_kv_cache=rounds_kv_cache)
+        self._name += f", weights of {quantize_bits} bits" if quantize_bits else ""
+        rounding: dict[str, Any] = {"rounds_kv_cache": rounds_kv_cache, "quantize_bits": quantize_bits}
+        runner = runner_of(folder, kind, torch.bfloat16, max_num_seqs=max_batch, **rounding)
         # One more sequence brings the chunk of a mixed step.
         self.driver = StepDriver(runner, max_batch + 1, max_tokens + _NUM_STEPS + 1)
         text = runner.get_model().config.get_text_config()
@@ -100,8 +104,10 @@ class DecodeBench:
             # A step reads one row of the embedding table per token, unless the table is the head as well.
             if "embed_tokens" not in name or text.tie_word_embeddings
         ]
-        self._weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        layers = [module for module in runner.get_model().modules() if isinstance(module, DeviceLinear)]
+        self._weight_bytes = sum(each.nbytes for each in parameters) + sum(each.weight_codes.nbytes for each in layers)
         self._num_weights: int = sum(parameter.numel() for parameter in parameters)
+        self._num_weights += sum(layer.in_features * layer.out_features for layer in layers)
         # Only the last token of a prompt passes the head.
         self._num_head_weights: int = text.hidden_size * text.vocab_size
         self._bandwidth = memory_bandwidth(runner.device)

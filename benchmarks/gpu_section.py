@@ -20,7 +20,7 @@ def section(figures: Mapping[str, Any]) -> str:
     ]
     for rows, write in (
         ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
-        ("attention_s", _attention), ("encoder", _encoder), ("service", _service),
+        ("products", _products), ("attention_s", _attention), ("encoder", _encoder), ("service", _service),
         ("peer", _peer),
     ):  # fmt: skip
         if figures.get(rows):
@@ -79,6 +79,18 @@ def _prefill(rows: _Rows) -> list[str]:
         for row in rows
     ]  # fmt: skip
     return ["Prompts:", report.table(["model", "prompts", "tokens", "step", "of the matrix peak"], table)]
+
+
+def _products(rows: _Rows) -> list[str]:
+    table = [
+        [
+            row["layer"], row["form"], row["rows"], f"{1e6 * row['codes_s']:.0f}", f"{1e6 * row['whole_s']:.0f}",
+            f"{row['whole_s'] / row['codes_s']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["outputs × inputs", "codes", "rows", "codes, µs", "whole, µs", "whole ÷ codes"]
+    return ["One product with a quantized weight, and with the whole one in bfloat16:", report.table(head, table)]
 
 
 def _attention(rows: _Rows) -> list[str]:

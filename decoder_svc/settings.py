@@ -98,13 +98,13 @@ class DecoderSettings(ServiceSettings):
     )
     graphs: bool = Field(
         True,
-        description="Record steps of up to 512 tokens as graphs at start-up, on devices with graphs (CUDA). Off: "
+        description="Record steps of up to 2,048 tokens as graphs at start-up, on devices with graphs (CUDA). Off: "
         "slower steps, less memory, a faster start.",
     )
     quantize: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="Rounds the weights of the language model's linear layers while loading, in groups of 128 inputs, "
-        "on CPUs: less memory, and faster answers where few requests run. int8 changes answers little, int4 "
+        description="Rounds the weights of the language model's linear layers while loading, in groups of 128 inputs: "
+        "less memory, and on CPUs faster answers where few requests run. int8 changes answers little, int4 "
         "noticeably. The output head gets 8 bits in either case; the embedding table stays as it is.",
     )
     engine: Literal["auto", "thread", "process"] = Field(

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_decode, report
+from benchmarks import gpu, gpu_checks, gpu_decode, gpu_quantized, report
 from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_section import section
@@ -86,8 +86,8 @@ def test_every_stage_leaves_figures_that_make_a_section(
     monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
     file = tmp_path / "figures.json"
     monkeypatch.setattr(gpu, "encoder_rates", functools.partial(gpu.encoder_rates, device="cpu"))
-    # Keys of 8 bits need Triton.
-    stages = [stage for stage in gpu.STAGES if stage != "rounded"]
+    # Keys of 8 bits and quantized weights need Triton.
+    stages = [stage for stage in gpu.STAGES if stage not in ("rounded", "quantized")]
     monkeypatch.setattr(gpu, "vllm_cells", functools.partial(vllm_cells, num_tokens=4, device="cpu"))
     options = [
         "--stage",
@@ -150,6 +150,37 @@ def test_answers_with_keys_of_8_bits_are_compared(folder: pathlib.Path, monkeypa
     monkeypatch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.5)
     checks = gpu_checks.parity(folder, RecordingRunner, 20, rounds_kv_cache=True)
     assert not any(check.passed for check in checks), checks
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_answers_of_quantized_weights_are_compared(folder: pathlib.Path, bits: int) -> None:
+    checks = gpu_checks.parity(folder, CPUModelRunner, 20, quantize_bits=bits)
+    assert all(check.passed for check in checks), checks
+    assert all(f"weights of {bits} bits" in check.name for check in checks)
+
+
+def test_products_with_codes_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoder_svc.runner.cuda.interpreted_triton import triton_quantized
+
+    monkeypatch.setattr(gpu_quantized, "_LAYERS", ((40, 256),))
+    monkeypatch.setattr(gpu_quantized, "_ROWS", (1, 17))
+    monkeypatch.setattr(gpu_quantized, "_CALLS", 1)
+    # Triton's interpreter does not compute with bfloat16.
+    monkeypatch.setattr(gpu_quantized, "_DTYPE", torch.float16)
+    cells = [*gpu_quantized.quantized_cells(CPU)]
+    checks = [cell for cell in cells if isinstance(cell, gpu_checks.Check)]
+    assert [check.passed for check in checks] == [True] * 3, checks
+    timed = [cell for cell in cells if isinstance(cell, dict)]
+    assert [(cell["form"], cell["rows"]) for cell in timed] == [
+        (form, rows) for form in ("INT4", "INT8", "FLOAT8") for rows in (1, 17)
+    ]
+    assert all(cell["codes_s"] > 0 and cell["whole_s"] > 0 for cell in timed)
+    figures = {"device": "a device", "torch": "2", "products": timed}
+    assert "| 40 × 256 | INT4 | 17 |" in section(figures)
+    right = triton_quantized.linear
+    monkeypatch.setattr(triton_quantized, "linear", lambda *arguments: right(*arguments) * 1.05)
+    checks = [cell for cell in gpu_quantized.quantized_cells(CPU) if isinstance(cell, gpu_checks.Check)]
+    assert not any(check.passed for check in checks)
 
 
 def test_pools_are_filled_with_numbers_or_with_codes_and_scales() -> None:

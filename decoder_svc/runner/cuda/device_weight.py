@@ -63,7 +63,7 @@ class DeviceWeight:
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs."""
+        """The number of outputs of the layer."""
         return len(self.codes)
 
     @property
@@ -85,7 +85,7 @@ class DeviceWeight:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What weights must have in common to be joined."""
+        """The properties in which weights agree that can be joined."""
         return self.form, self.group_inputs, self.num_inputs, self.tile_inputs, self.dtype
 
     def outputs(self, start: int, stop: int) -> DeviceWeight:

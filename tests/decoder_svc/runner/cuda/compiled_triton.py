@@ -14,10 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties, triton_rounding, triton_splits
+from decoder_svc.runner.cuda import (
+    triton_attention,
+    triton_layers,
+    triton_penalties,
+    triton_quantized,
+    triton_rounding,
+    triton_splits,
+)
 from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
 from encoder_svc.vision import rotary_kernel, varlen_kernel
 from lookonce.model.kernels import triton_rowwise
+from lookonce.model.kernels.quantized_weight import CodeForm
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
@@ -65,6 +73,16 @@ def main() -> None:
             options = {"num_stages": num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cp.async" in compiled.asm["ptx"], "no tile is loaded ahead"
+            most = max(most, compiled.metadata.shared)
+        for source in _quantized_sources():
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            ptx = compiled.asm["ptx"]
+            assert "cubin" in compiled.asm
+            assert "st.local" not in ptx, "registers do not suffice"
+            if source.fn is triton_quantized._multiply:
+                assert "cp.async" in ptx, "no tile is loaded ahead"
+                # An H100 multiplies with weights in registers, which codes were expanded to.
+                assert ("wgmma" in ptx) == (capability >= 90 and source.signature["inputs"] == "*bf16")
             most = max(most, compiled.metadata.shared)
         for dtype in ("bf16", "fp32"):
             _check_penalties(dtype, capability)
@@ -139,6 +157,36 @@ def _window_source(dtype: str, head_dim: int, shared_bytes: int) -> tuple[Any, i
     }
     signature = {name: types[name] for name in kernel.arg_names}
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=is_aligned), num_stages
+
+
+def _quantized_sources() -> Iterator[Any]:
+    """Yields products with codes in tiles of few and of many rows, and what they need besides."""
+    for dtype, form, num_rows in (
+        ("bf16", CodeForm.INT4, 16), ("bf16", CodeForm.INT4, 64), ("bf16", CodeForm.INT8, 16),
+        ("bf16", CodeForm.FLOAT8, 64), ("fp32", CodeForm.INT8, 16),
+    ):  # fmt: skip
+        constants = {"FORM": int(form), "GROUP": 128, "TILE": 64, "HAS_OFFSETS": form is CodeForm.INT4}
+        types = dict.fromkeys(("codes",), "*i8") | dict.fromkeys(("scales", "offsets"), "*bf16")
+        types |= dict.fromkeys(("inputs", "bias", "whole"), f"*{dtype}")
+        tile = {"HAS_BIAS": True, "NUM_ROWS": num_rows, "NUM_OUTPUTS": 64}
+        yield _aligned(triton_quantized._multiply, constants | tile, types | {"output": f"*{dtype}"})
+        if num_rows == 16:
+            tile = {"NUM_OUTPUTS": 64, "HALVES": 2 if form is CodeForm.INT4 else 1}
+            yield _aligned(triton_quantized._expand, constants | tile, types)
+    parts = {"parts": "*fp32", "bias": "*bf16", "output": "*bf16"}
+    yield _aligned(triton_quantized._join, {"HAS_BIAS": True, "NUM_COLUMNS": 256}, parts)
+
+
+def _aligned(kernel: Any, constants: dict[str, int], types: dict[str, str]) -> Any:
+    """Returns a kernel whose pointers are multiples of 16, and so are the inputs and bytes of a row of codes."""
+    types = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or name in ("num_inputs", "row_bytes")
+    }
+    signature = {name: types[name] for name in kernel.arg_names}
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
 
 
 def _layer_sources() -> Iterator[Any]:

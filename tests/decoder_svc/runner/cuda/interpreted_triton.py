@@ -235,6 +235,7 @@ __all__ = [
     "triton_attention",
     "triton_layers",
     "triton_penalties",
+    "triton_quantized",
     "triton_rowwise",
     "triton_splits",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoder_svc.runner.cuda import quantized_layers
+from decoder_svc.runner.cuda import device_weight, quantized_layers
 from decoder_svc.runner.cuda.quantized_layers import DeviceLinear
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.worst_case import WorstCase
@@ -188,12 +188,12 @@ def test_a_layer_that_kernels_cannot_read_gets_a_whole_weight(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, model, num_layers = built("llava_clip", "awq", tmp_path)
-    right, seen = quantized_layers.tile_inputs, []
+    seen = []
 
     def tile_inputs(weight: Any) -> int | None:
         seen.append(weight)
         # The first one is the head.
-        return None if len(seen) == 2 else right(weight)
+        return None if len(seen) == 2 else device_weight.tile_inputs(weight)
 
     monkeypatch.setattr(quantized_layers, "tile_inputs", tile_inputs)
     with cuda():
