@@ -9,10 +9,11 @@ import typer
 from rich.text import Text
 
 from lookonce.commands.options import filled
-from lookonce.commands.output import print_rows
+from lookonce.commands.output import err, print_rows
 from lookonce.families.registry import FAMILIES
 from lookonce.local.cli_settings import CliSettings
 from lookonce.local.family_offers import offers_of
+from lookonce.local.finding import Finding
 from lookonce.local.serve_extra import require_serve_packages
 
 
@@ -40,11 +41,29 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="Model folder or hub name to check as well.", callback=filled)
     ] = None,
+    start: Annotated[
+        bool,
+        typer.Option(
+            "--start",
+            help="Also start the services with the model, ask a question about a picture, and end them. It takes as "
+            "much time and memory as `lookonce up`.",
+        ),
+    ] = False,
 ) -> None:
     """Check that this machine has all that Lookonce needs."""
+    if start and model is None:
+        raise typer.BadParameter("needs --model", param_hint="--start")
     from lookonce.local.doctor import examine
 
     findings = examine(CliSettings(), model)
+    if start and model is not None and all(finding.is_fine for finding in findings):
+        from lookonce.commands.running.trial_start import examine_start
+        from lookonce.local.model_source import resolve_model
+
+        with err.status("starting encoder and decoder …"):
+            findings += examine_start(resolve_model(model))
+    elif start:
+        findings.append(Finding("start", False, "not tried, because of the faults above"))
     marks = {True: Text("ok", "green"), False: Text("no", "bold red")}
     print_rows((), [(marks[one.is_fine], one.subject, one.detail) for one in findings], is_boxed=False)
     if not all(finding.is_fine for finding in findings):
