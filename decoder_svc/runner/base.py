@@ -30,7 +30,7 @@ from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layers_with_window
-from decoder_svc.runner.language_pass import LanguagePass
+from decoder_svc.runner.language_pass import LanguagePass, wraps_nothing
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
@@ -118,6 +118,9 @@ class ModelRunnerBase(ABC):
             None if padded is None else torch.tensor(padded, device=self.device),
             can_narrow=self.computes_any_tokens,
         )
+        with torch.inference_mode():
+            is_direct = wraps_nothing(self.language, family.num_position_axes, self.device)
+        self.language = replace(self.language, is_direct=is_direct)
         self.hidden_states = HiddenStates(self.model)
         # Bytes that the weights take on the device.
         self.weight_bytes = weight_bytes(self.model)

@@ -54,6 +54,8 @@ class LanguagePass:
     padded_input_ids: Tensor | None = None
     # Whether late layers that read the keys of others may compute only the sampled tokens.
     can_narrow: bool = False
+    # Whether the layers and the head are called without the model around them; see `wraps_nothing`.
+    is_direct: bool = False
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
@@ -97,6 +99,10 @@ class LanguagePass:
         compute all tokens.
         """
         arguments = self._arguments(embeddings, positions)
+        if self.is_direct:
+            hidden = getattr(self.model.model, text_child(self.model))(**arguments).last_hidden_state[0]
+            direct: Tensor = self.model.lm_head(hidden if sampled is None else hidden[sampled])
+            return direct
         if self.padded_input_ids is not None:
             assert token_ids is not None, "per-layer inputs are looked up by token"
             self._add_layer_inputs(arguments, token_ids)
@@ -177,6 +183,52 @@ class LanguagePass:
             "attention_mask": None,
             "use_cache": False,
         }
+
+
+def wraps_nothing(language: LanguagePass, num_axes: int, device: torch.device) -> bool:
+    """Whether a model only hands its arguments to a stack of layers of ours, and the result to its head.
+
+    Then calling both without the model gives the same logits, and saves 0.4 ms of each step: the forward functions of
+    transformers' models are wrapped several times. Found out by calls with random numbers, whose layers only note their
+    arguments. Models that scale or cap logits, or change embeddings, give others.
+    """
+    model = language.model
+    text_model = getattr(model.model, text_child(model))
+    is_plain = language.padded_input_ids is None and language.image_expert_ids is None
+    if not (is_plain and getattr(text_model, "takes_embeddings_alone", False) and _can_select(type(model).forward)):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config().hidden_size
+    for num_tokens in (1, 3):
+        embeddings, hidden = (
+            torch.randn(num_tokens, size, generator=generator).to(device, model.dtype) for _ in range(2)
+        )
+        positions = torch.arange(5, 5 + num_tokens, device=device).expand(num_axes, -1)
+        sampled = torch.tensor([0, num_tokens - 1], device=device)
+        noted: list[dict[str, Any]] = []
+        text_model.forward = functools.partial(_note, noted, _Computed(hidden[None]))
+        try:
+            arguments = language._arguments(embeddings, positions)
+            found = model(**arguments, logits_to_keep=sampled).logits[0]
+        finally:
+            del text_model.forward
+        is_same = (
+            len(noted) == 1
+            and all(_is_equal(noted[0].get(name), arguments[name]) for name in ("inputs_embeds", "position_ids"))
+            and all(noted[0].get(name) is None for name in ("visual_pos_masks", "deepstack_visual_embeds"))
+        )
+        if not (is_same and torch.equal(found, model.lm_head(hidden[sampled]))):
+            return False
+    return True
+
+
+def _note(noted: list[dict[str, Any]], output: _Computed, **arguments: Any) -> _Computed:
+    noted.append(arguments)
+    return output
+
+
+def _is_equal(found: Any, wanted: Tensor) -> bool:
+    return isinstance(found, Tensor) and found.shape == wanted.shape and torch.equal(found, wanted)
 
 
 @functools.cache

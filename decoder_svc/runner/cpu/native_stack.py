@@ -91,6 +91,9 @@ def unstackable_reason(text_model: Any) -> str | None:
 class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Replaces transformers' language model; takes and returns the same."""
 
+    # It reads embeddings, positions and feature levels, and nothing else that a model may give it.
+    takes_embeddings_alone = True
+
     def __init__(
         self,
         text_model: Any,

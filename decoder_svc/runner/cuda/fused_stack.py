@@ -57,6 +57,9 @@ def unfusable_reason(text_model: Any) -> str | None:
 class FusedStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Replaces transformers' language model; takes and returns the same."""
 
+    # It reads embeddings, positions and feature levels, and nothing else that a model may give it.
+    takes_embeddings_alone = True
+
     # Feature levels are added without reading on the host which tokens have them.
     adds_levels_without_waiting = True
 
