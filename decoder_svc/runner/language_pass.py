@@ -77,10 +77,14 @@ class LanguagePass:
     def look_up_rows(self, token_ids: Tensor) -> Tensor:
         """Returns the same with zeros for the further levels, `[num_tokens, row_elements]`."""
         looked_up = self.look_up(token_ids)
+        if not self.num_levels:
+            return looked_up
         return F.pad(looked_up, (0, self.num_levels * looked_up.shape[1]))
 
     def split_levels(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Returns the embeddings, and one tensor per further level."""
+        if not self.num_levels:
+            return (rows,)
         parts: tuple[Tensor, ...] = rows.split(rows.shape[1] // (1 + self.num_levels), dim=1)
         return parts
 

@@ -49,6 +49,10 @@ _ROW = np.dtype(
 )
 
 
+# Of a step in which no request asks for log probabilities.
+_NO_IDS, _NO_NUMBERS = np.zeros((0, 0), dtype=np.int64), np.zeros((0, 0), dtype=np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """The parameters of a step's rows, which are the same in most steps."""
@@ -158,6 +162,8 @@ def _table(params: tuple[SamplingParams, ...], vocab: int) -> _Table:
 def _reports(of_rows: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Makes room for the log probabilities of all rows, `[num_rows, 1 + most]`, and has the rows point to it."""
     shape = len(of_rows), 1 + int(of_rows["num_logprobs"].max(initial=-1))
+    if not shape[1]:
+        return _NO_IDS, _NO_NUMBERS
     ids, numbers = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
     of_rows["logprob_ids"] = ids.ctypes.data + np.arange(len(of_rows)) * ids.strides[0]
     of_rows["logprobs"] = numbers.ctypes.data + np.arange(len(of_rows)) * numbers.strides[0]
@@ -178,8 +184,8 @@ def _likeliest(of_rows: npt.NDArray[np.void], rows: Sequence[SampleRow]) -> npt.
 def _listed(
     wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]
 ) -> list[TokenLogprobs | None]:
-    if ids.shape[1] == 0:
-        return [None] * len(ids)
+    if not len(ids):
+        return [None] * len(wanted)
     return [
         None if number < 0 else TokenLogprobs(tuple(zip(of_ids[: 1 + number], of_numbers[: 1 + number], strict=True)))
         for number, of_ids, of_numbers in zip(wanted.tolist(), ids.tolist(), numbers.tolist(), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +40,11 @@ def native_step(metadata: AttentionMetadata, sizes: PoolSizes, num_threads: int)
 
     Raises IndexError if a slot or block is outside of the pools: the C++ code checks no bounds.
     """
-    first_tokens = _integers(np.cumsum((0, *metadata.query_lens)))
-    num_keys = _integers(metadata.kv_lens)
-    if not (np.diff(first_tokens) > 0).all() or (num_keys < np.diff(first_tokens)).any():
+    lengths = zip(metadata.query_lens, metadata.kv_lens, strict=True)
+    if not all(0 < num_new <= num_tokens for num_new, num_tokens in lengths):
         raise IndexError("a sequence has no new token, or fewer tokens than new tokens")
+    first_tokens = _integers([*accumulate(metadata.query_lens, initial=0)])
+    num_keys = _integers(metadata.kv_lens)
     arrays = [first_tokens, num_keys]
     struct = Step(
         first_tokens=first_tokens.ctypes.data,
@@ -55,7 +57,7 @@ def native_step(metadata: AttentionMetadata, sizes: PoolSizes, num_threads: int)
     groups = ((metadata.full, sizes.num_blocks), (metadata.sliding, sizes.num_sliding_blocks))
     for index, (group, num_blocks) in enumerate(groups):
         if group is not None:
-            struct.groups[index] = _block_group(group, num_keys, first_tokens, num_blocks, sizes.block_size, arrays)
+            struct.groups[index] = _block_group(group, metadata, num_blocks, sizes.block_size, arrays)
     if any(metadata.mutual_spans):
         starts, stops = _mutual_spans(metadata, first_tokens, num_keys)
         struct.span_starts, struct.span_stops = starts.ctypes.data, stops.ctypes.data
@@ -65,8 +67,7 @@ def native_step(metadata: AttentionMetadata, sizes: PoolSizes, num_threads: int)
 
 def _block_group(
     group: BlockMetadata,
-    num_keys: IntArray,
-    first_tokens: IntArray,
+    metadata: AttentionMetadata,
     num_blocks: int,
     block_size: int,
     arrays: list[IntArray],
@@ -74,22 +75,28 @@ def _block_group(
     tables = [table.numpy() for table in group.block_tables]
     slots = _integers(group.slot_mapping.numpy())
     blocks = _integers(np.concatenate(tables))
-    lengths = _integers([len(table) for table in tables])
-    first_blocks = _integers(np.cumsum(lengths) - lengths)
-    first_keys = _integers(group.first_keys)
-    if len(slots) != first_tokens[-1]:
-        raise IndexError(f"{len(slots)} slots for {first_tokens[-1]} tokens")
-    if not 0 <= slots.min() <= slots.max() < num_blocks * block_size:
+    lengths = [len(table) for table in tables]
+    num_tokens = sum(metadata.query_lens)
+    if len(slots) != num_tokens:
+        raise IndexError(f"{len(slots)} slots for {num_tokens} tokens")
+    if not _are_below(slots, num_blocks * block_size):
         raise IndexError(
             f"slots {slots.min()} … {slots.max()} are outside of a pool of {num_blocks * block_size} slots"
         )
-    if len(blocks) and not 0 <= blocks.min() <= blocks.max() < num_blocks:
+    if not _are_below(blocks, num_blocks):
         raise IndexError(f"blocks {blocks.min()} … {blocks.max()} are outside of a pool of {num_blocks} blocks")
-    num_kept = num_keys - first_keys
-    if (first_keys < 0).any() or (num_kept <= 0).any() or (num_kept > lengths * block_size).any():
+    kept = zip(group.first_keys, metadata.kv_lens, lengths, strict=True)
+    if not all(0 <= first < keys <= first + length * block_size for first, keys, length in kept):
         raise IndexError("a sequence has more keys than its blocks hold, or none")
+    first_blocks = _integers([*accumulate(lengths[:-1], initial=0)])
+    first_keys = _integers(group.first_keys)
     arrays += [slots, blocks, first_blocks, first_keys]
     return BlockGroup(*(ctypes.c_void_p(array.ctypes.data) for array in (slots, blocks, first_blocks, first_keys)))
+
+
+def _are_below(indexes: IntArray, stop: int) -> bool:
+    """Whether all are from 0 to `stop` - 1. As unsigned numbers, negative ones are the largest."""
+    return bool(np.maximum.reduce(indexes.view(np.uint64), initial=0) < stop) or not len(indexes)
 
 
 def _mutual_spans(metadata: AttentionMetadata, first_tokens: IntArray, num_keys: IntArray) -> tuple[IntArray, IntArray]:
