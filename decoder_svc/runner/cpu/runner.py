@@ -68,7 +68,8 @@ class CPUModelRunner(ModelRunnerBase):
         else:
             logger.info("language model: transformers' modules, whose linear layers are PyTorch's here")
         # PyTorch would expand the others' codes in each step.
-        make_layers_whole(self.model)
+        has_no_kernel = self.model.dtype is torch.float16
+        make_layers_whole(self.model, "give --dtype bfloat16 to encoder and decoder" if has_no_kernel else None)
         text_model = getattr(self.model.model, text_child(self.model))
         if self.adapters is not None and not isinstance(text_model, NativeStack):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))

@@ -6,23 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lookonce.model.kernels.quantized_weight import CodeForm, QuantizedWeight
 
 # Inputs of a tile. Those of a tile have one scale, and Triton multiplies no fewer than 16.
 _MAX_TILE, _MIN_TILE = 64, 16
-# A row of codes begins at a multiple of this, so that the device reads whole words.
-_ROW_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeight:
     """A weight `[outputs, inputs]` as codes, scales and offsets."""
 
-    # int8 [outputs, row_bytes], padded. A code of 8 bits takes a byte. A byte of a tile of INT4 has two: its lower bits
-    # belong to the tile's first `tile_inputs` inputs, its upper bits to as many that follow.
+    # int8 [outputs, row_bytes], in whole tiles. A code of 8 bits takes a byte. A byte of a tile of INT4 has two: its
+    # lower bits belong to the tile's first `tile_inputs` inputs, its upper bits to as many that follow.
     codes: Tensor
     # [groups, outputs], in the smallest type that holds them exactly. Its rows may be longer.
     scales: Tensor
@@ -45,13 +42,15 @@ class DeviceWeight:
         is_int4 = weight.form is CodeForm.INT4
         num_outputs, num_inputs = weight.shape
         codes = weight.codes.to(device)
+        # Inputs that fill a tile have the last one's code: their weights are numbers of the weight's type like its own.
+        padding = -num_inputs % (2 * tile if is_int4 else tile)
+        codes = torch.cat([codes, codes[:, -1:].expand(-1, padding)], dim=1)
         if is_int4:
-            halves = F.pad(codes, (0, -num_inputs % (2 * tile))).view(num_outputs, -1, 2, tile)
+            halves = codes.view(num_outputs, -1, 2, tile)
             codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
-        padding = -codes.shape[1] % max(tile, _ROW_BYTES)
         is_one_group = weight.scales.shape[1] == 1
         return cls(
-            F.pad(codes, (0, padding)).contiguous(),
+            codes.contiguous(),
             _narrowed(weight.scales).T.contiguous().to(device),
             _narrowed(weight.offsets).T.contiguous().to(device) if bool(weight.offsets.any()) else None,
             weight.form,
@@ -87,6 +86,21 @@ class DeviceWeight:
     def kind(self) -> tuple[object, ...]:
         """The properties in which weights agree that can be joined."""
         return self.form, self.group_inputs, self.num_inputs, self.tile_inputs, self.dtype
+
+    def dequantized(self) -> Tensor:
+        """Returns the weight in its type, computed by operators of PyTorch."""
+        parts = [self.codes.view(-1, self.num_tiles, self.tile_inputs)]
+        if self.form is CodeForm.INT4:
+            octets = parts[0].view(torch.uint8)
+            parts = [octets & 15, octets >> 4]
+        elif self.form is CodeForm.FLOAT8:
+            parts = [parts[0].view(torch.float8_e4m3fn)]
+        numbers = torch.stack([part.float() for part in parts], dim=2).flatten(1)[:, : self.num_inputs]
+        group = torch.arange(self.num_inputs, device=self.codes.device) // self.group_inputs
+        weight = numbers * self.scales.float()[group].T
+        if self.offsets is not None:
+            weight += self.offsets.float()[group].T
+        return weight.to(self.dtype)
 
     def outputs(self, start: int, stop: int) -> DeviceWeight:
         """Returns the weight of these outputs, which shares the memory of this one."""

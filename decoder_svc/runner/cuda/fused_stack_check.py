@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionMetadata, LayerOptions, forward_context
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.cuda.quantized_layers import wrong_layer_reason
 from decoder_svc.runner.input_batch import InputBatch
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.step_metadata import step_metadata
@@ -70,6 +71,9 @@ def _install(
         wanted = _hidden_states(text_model, recording, backend, spec, num_position_axes, device)
         options = [recording.options[layer] for layer in sorted(recording.options)]
         stack = fused_stack.FusedStack(text_model, backend, options)
+        # Merged layers have shapes of their own.
+        if (reason := wrong_layer_reason(stack)) is not None:
+            return f"a layer that was merged is wrong: {reason}"
         found = _hidden_states(stack, backend, backend, spec, num_position_axes, device)
     except Exception as error:  # compilers and drivers raise many types
         logger.debug("the fused stack failed its trial", exc_info=True)

@@ -16,7 +16,7 @@ from lookonce.logs import get_logger
 from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.quantized_experts import experts_of
 from lookonce.model.kernels.quantized_layers import make_layers_whole
-from lookonce.model.kernels.quantized_weight import QuantizedLinear
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight
 
 # Largest accepted distance from the product with the whole weight, relative to its norm.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -80,7 +80,7 @@ def install_quantized_layers(
     if reason is not None:
         if is_required:
             raise ConfigurationError(f"quantize is not offered on this device: {reason}; leave it out")
-        _log.warning("kernels for quantized weights are not used", reason=reason)
+        _log.warning("quantized weights are not computed with as codes", reason=reason)
         for parent, name, layer in found:
             setattr(parent, name, layer)
     make_layers_whole(model)
@@ -91,7 +91,7 @@ def _replace(
 ) -> str | None:
     """Replaces layers; returns why a kernel cannot be used, in the middle of it."""
     progress = LoadProgress("quantized layers are copied to the device", len(found))
-    checked: set[tuple[object, ...]] = set()
+    trial = KernelTrial()
     num_bytes = num_layers = 0
     for parent, name, layer in found:
         weight = layer.quantized_weight
@@ -100,15 +100,12 @@ def _replace(
         bias = None if layer.bias is None else layer.bias.to(device)
         try:
             made = DeviceLinear(DeviceWeight.of(weight, device), bias, num_processors)
-            if made.variant not in checked:
-                difference = _difference(made, weight.dequantized().to(device))
-                # Written with `not` so that NaN fails.
-                if not difference <= _TOLERANCES[weight.dtype]:
-                    return f"they differ by {difference:.2g} of the results"
-                checked.add(made.variant)
+            reason = trial.reason(made, weight)
         except Exception as error:  # compilers and drivers raise many types
             _log.debug("a kernel failed its trial", exc_info=True)
-            return f"they fail on this device ({type(error).__name__})"
+            reason = f"its kernels fail ({type(error).__name__})"
+        if reason is not None:
+            return reason
         setattr(parent, name, made)
         num_layers += 1
         num_bytes += made.weight_codes.nbytes
@@ -118,14 +115,36 @@ def _replace(
     return None
 
 
-def _difference(layer: DeviceLinear, whole: Tensor) -> float:
-    """Returns the distance from products with the whole weight, relative to their norm, for random rows."""
-    worst = 0.0
-    with torch.inference_mode():
-        for rows in layer.samples():
-            wanted = F.linear(rows, whole, layer.bias).float()
-            worst = max(worst, float((layer(rows).float() - wanted).norm() / wanted.norm().clamp(min=1e-30)))
-    return worst
+class KernelTrial:
+    """Compares products with those of whole weights, once for each variant of layers."""
+
+    def __init__(self) -> None:
+        self._passed: set[tuple[object, ...]] = set()
+
+    def reason(self, layer: DeviceLinear, weight: QuantizedWeight | DeviceWeight) -> str | None:
+        """Returns how a layer's results differ from those with its weight, or None if they do not.
+
+        Raises what compilers and drivers raise.
+        """
+        if layer.variant in self._passed:
+            return None
+        with torch.inference_mode():
+            whole = weight.dequantized().to(layer.weight_codes.codes.device)
+            for rows in layer.samples():
+                wanted = F.linear(rows, whole, layer.bias).float()
+                difference = float((layer(rows).float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+                # Written with `not` so that NaN fails.
+                if not difference <= _TOLERANCES[layer.weight_codes.dtype]:
+                    return f"results for {len(rows)} rows differ by {difference:.2g}"
+        self._passed.add(layer.variant)
+        return None
+
+
+def wrong_layer_reason(model: torch.nn.Module) -> str | None:
+    """Returns how the results of any layer with codes differ from those of its weight, or None if none does."""
+    trial = KernelTrial()
+    layers = (module for module in model.modules() if isinstance(module, DeviceLinear))
+    return next(filter(None, (trial.reason(layer, layer.weight_codes) for layer in layers)), None)
 
 
 def joined_linears(linears: Sequence[DeviceLinear]) -> DeviceLinear:

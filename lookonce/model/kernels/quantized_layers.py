@@ -80,8 +80,11 @@ def has_quantized_layers(model: torch.nn.Module) -> bool:
     return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in model.modules())
 
 
-def make_layers_whole(model: Any) -> None:
-    """Replaces layers with codes in place by plain ones, for devices on which no kernel reads codes."""
+def make_layers_whole(model: Any, remedy: str | None = None) -> None:
+    """Replaces layers with codes in place by plain ones, for devices on which no kernel reads codes.
+
+    `remedy` is logged; it tells what keeps the codes.
+    """
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -96,7 +99,6 @@ def make_layers_whole(model: Any) -> None:
             setattr(parent, name, plain_linear(child.weight, child.bias) if is_linear else child.plain())
     if num_layers:
         dtype = str(model.dtype).removeprefix("torch.")
-        remedy = "give --dtype bfloat16 to encoder and decoder" if model.dtype is torch.float16 else None
         _log.warning(
             "quantized layers get whole weights, because no kernel reads their codes",
             num_layers=num_layers, dtype=dtype, remedy=remedy,

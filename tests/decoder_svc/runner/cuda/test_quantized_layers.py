@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import pathlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -138,6 +141,10 @@ def wrong(linear: Any) -> Any:
     return lambda rows, weight, bias, processors: linear(rows, weight, bias, processors) * 1.01
 
 
+def undefined(linear: Any) -> Any:
+    return lambda rows, weight, bias, processors: linear(rows, weight, bias, processors) * torch.nan
+
+
 def failing(_linear: Any) -> Any:
     def linear(*_: Any) -> None:
         raise RuntimeError("no kernel image is available for execution on the device")
@@ -146,7 +153,12 @@ def failing(_linear: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("broken", "reason"), [(wrong, "they differ by 0.01 of the results"), (failing, "RuntimeError")]
+    ("broken", "reason"),
+    [
+        (wrong, "results for 1 rows differ by 0.01"),
+        (undefined, "results for 1 rows differ by nan"),
+        (failing, r"its kernels fail \(RuntimeError\)"),
+    ],
 )
 def test_kernels_that_fail_leave_whole_weights(
     broken: Any,
@@ -159,10 +171,10 @@ def test_kernels_that_fail_leave_whole_weights(
     monkeypatch.setattr(triton_quantized, "linear", broken(triton_quantized.linear))
     with cuda():
         runner = runner_of(model, stored)
-        assert reason in capfd.readouterr().err
+        assert re.search(reason, capfd.readouterr().err)
         assert not layers_of(runner)
         check_answer(model, runner)
-        with pytest.raises(ConfigurationError, match=f"quantize is not offered on this device: .*{reason}"):
+        with pytest.raises(ConfigurationError, match=f"quantize is not offered on this device: {reason}; leave it out"):
             runner_of(model, model.runner.config.folder, quantize_bits=8)
 
 
@@ -170,17 +182,37 @@ def test_the_second_layer_that_fails_leaves_no_layer_with_codes(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, model, _ = built("llava_clip", "awq", tmp_path)
-    right, calls = quantized_layers._difference, []
+    right, sizes = triton_quantized.linear, set()
 
-    def difference(layer: DeviceLinear, weight: torch.Tensor) -> float:
-        calls.append(layer)
-        return right(layer, weight) if len(calls) == 1 else torch.nan
+    def linear(rows: Any, weight: Any, bias: Any, processors: int) -> Any:
+        sizes.add((weight.num_outputs, weight.num_inputs))
+        return right(rows, weight, bias, processors) * (1 if len(sizes) < 2 else 2)
 
-    monkeypatch.setattr(quantized_layers, "_difference", difference)
+    monkeypatch.setattr(triton_quantized, "linear", linear)
     with cuda():
         runner = runner_of(model, stored)
-        assert len(calls) == 2
+        assert len(sizes) == 2
         assert not layers_of(runner)
+        check_answer(model, runner)
+
+
+def test_merged_layers_are_compared_with_many_rows_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, model, num_layers = built("llava_clip", "awq", tmp_path)
+    right = triton_quantized.expanded
+
+    def expanded(weight: Any) -> Any:
+        return right(weight) * (1 if weight.num_outputs in sizes else 2)
+
+    config = json.loads((stored / "config.json").read_text())["text_config"]
+    sizes = {config["hidden_size"], config["intermediate_size"], config["vocab_size"]}
+    sizes.add(config["hidden_size"] * config["num_key_value_heads"] // config["num_attention_heads"])
+    monkeypatch.setattr(triton_quantized, "expanded", expanded)
+    with cuda(), caplog.at_level(logging.INFO):
+        runner = runner_of(model, stored)
+        assert "a layer that was merged is wrong: results for 129 rows differ by 1" in caplog.text
+        assert len(layers_of(runner)) == num_layers
         check_answer(model, runner)
 
 

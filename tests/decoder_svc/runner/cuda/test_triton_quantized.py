@@ -50,6 +50,22 @@ def test_products_are_those_of_the_whole_weight(
         assert (found.float() - wanted).abs().max() <= TOLERANCES[dtype] * wanted.abs().max()
 
 
+@pytest.mark.parametrize("form", list(CodeForm))
+def test_a_device_weight_has_the_numbers_of_its_codes(form: CodeForm) -> None:
+    for group, num_inputs in ((32, 330), (48, 256), (1000, 330)):
+        weight = any_codes(70, num_inputs, form, group, torch.float32)
+        assert torch.equal(DeviceWeight.of(weight, DEVICE).dequantized(), weight.dequantized())
+
+
+def test_offsets_that_float16_does_not_hold_change_nothing_where_no_input_is() -> None:
+    """Weights are 0 here: the sum of an offset and of a code that are both too large."""
+    weight = quantized(torch.zeros(8, 66, dtype=torch.float16), 4)
+    codes = torch.full((8, 66), 8, dtype=torch.int8)
+    weight = replace(weight, codes=codes, scales=torch.full((8, 1), 8200.0), offsets=torch.full((8, 1), -65_600.0))
+    found = triton_quantized.linear(torch.ones(2, 66, dtype=torch.float16), DeviceWeight.of(weight, DEVICE), None, 1)
+    assert torch.equal(found, torch.zeros(2, 8, dtype=torch.float16))
+
+
 def test_every_code_of_float8_is_its_number() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.int8)
     codes = codes[(codes & 0x7F) != 0x7F].repeat(1, 2)
