@@ -52,6 +52,7 @@ class Linear(ctypes.Structure):
         ("code_form", ctypes.c_int64),
         ("word_inputs", ctypes.c_int64),
         ("block_inputs", ctypes.c_int64),
+        ("factor_bytes", ctypes.c_int64),
     )
 
 
@@ -61,9 +62,10 @@ class _Codes:
 
     # uint8.
     codes: Tensor
-    # float32 [panels, groups, 32].
+    # [panels, groups, 32], bfloat16 if it holds all of them exactly, otherwise float32.
     scales: Tensor
-    offsets: Tensor
+    # The same type; None: all are 0.
+    offsets: Tensor | None
     group_inputs: int
     form: CodeForm
     # Inputs in a word of codes of one output.
@@ -92,7 +94,8 @@ class PackedWeights:
         struct = Linear(panels, bias, self.num_inputs, self.num_outputs)
         if self.codes is not None:
             struct.codes = self.codes.codes.data_ptr()
-            struct.scales, struct.offsets = self.codes.scales.data_ptr(), self.codes.offsets.data_ptr()
+            struct.scales, struct.factor_bytes = self.codes.scales.data_ptr(), self.codes.scales.itemsize
+            struct.offsets = None if self.codes.offsets is None else self.codes.offsets.data_ptr()
             struct.group_inputs, struct.code_form = self.codes.group_inputs, self.codes.form
             struct.word_inputs, struct.block_inputs = self.codes.word_inputs, self.codes.block_inputs
         return struct
@@ -101,7 +104,8 @@ class PackedWeights:
     def nbytes(self) -> int:
         """Bytes of the weights, which every step reads."""
         if self.codes is not None:
-            return sum(part.nbytes for part in (self.codes.codes, self.codes.scales, self.codes.offsets))
+            parts = (self.codes.codes, self.codes.scales, self.codes.offsets)
+            return sum(part.nbytes for part in parts if part is not None)
         assert self.panels is not None, "weights are panels or codes"
         return int(self.panels.nbytes)
 
@@ -145,10 +149,12 @@ def _packed_codes(weight: QuantizedWeight) -> _Codes:
     if weight.form is CodeForm.INT4:
         low, high = codes.chunk(2, dim=2)
         codes = (low | high << 4).contiguous()
-    scales, offsets = (
-        part.float().unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous()
-        for part in (weight.scales, weight.offsets)
-    )
+    factors = torch.stack((weight.scales.float(), weight.offsets.float()))
+    narrow = factors.bfloat16()
+    if torch.equal(narrow.float(), factors):
+        factors = narrow
+    scales, offsets = (part.unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2).contiguous() for part in factors)
+    offsets = offsets if bool(offsets.any()) else None
     return _Codes(codes, scales, offsets, weight.group_inputs, weight.form, word_inputs, block_inputs)
 
 

@@ -18,9 +18,9 @@ struct Linear {
   // Codes in the order of the elements of `panels`. kInt8: signed. kFloat8: float8_e4m3fn. kInt4: unsigned, in each
   // word's 32 columns the first half of the elements in the lower bits of the bytes, the second half in the upper bits.
   const uint8_t* codes;
-  // [panels, groups, 32]. A weight is its code · scale + offset; offsets of kFloat8 are 0.
-  const float* scales;
-  const float* offsets;
+  // [panels, groups, 32], of `factor_bytes`. A weight is its code · scale + offset. Null: all offsets are 0.
+  const void* scales;
+  const void* offsets;
   int64_t group_inputs;  // Inputs that share a scale; even, and 16 at least if there are several groups.
   CodeForm code_form;
   // Inputs in a word of codes of one output: as many as in a word of `panels`, or 4. Words of four inputs have unsigned
@@ -29,6 +29,7 @@ struct Linear {
   // Inputs of bfloat16 whose products are summed before the sum is scaled: whole words, 128 at most. Several groups
   // consist of whole blocks.
   int64_t block_inputs;
+  int64_t factor_bytes;  // Of a scale and of an offset. 2: bfloat16; 4: float.
 };
 
 }  // namespace lookonce

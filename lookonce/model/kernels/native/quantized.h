@@ -459,6 +459,13 @@ inline void for_form(const Linear& layer, Expand expand) {
   }
 }
 
+// Returns scales or offsets of `kLanes` outputs from a place on.
+inline Floats load_factors(const Linear& layer, const void* factors, int64_t at) {
+  if (factors == nullptr) return Floats(0.0f);
+  if (layer.factor_bytes == 2) return BFloat16::load(static_cast<const uint16_t*>(factors) + at);
+  return load_floats(static_cast<const float*>(factors) + at);
+}
+
 // Adds a block's sums of integers to the sums [rows, 32], scaled. `integers_at(place)` returns a register of them, which
 // is larger by the rows' excess if `has_excess`.
 template <bool has_excess, typename IntegersAt>
@@ -466,13 +473,13 @@ inline void add_block(const Linear& layer, int64_t panel, int64_t block, const I
                       int64_t num_rows, IntegersAt integers_at, float* sums, bool adds) {
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
   const int64_t group = block * layer.block_inputs / layer.group_inputs, blocks = num_blocks(layer);
-  const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
-  const float* offsets = layer.offsets + (panel * num_groups + group) * kTileColumns;
+  const int64_t factors = (panel * num_groups + group) * kTileColumns;
   // Compilers would read the pointers anew for each row, because `sums` might be their place.
   const float *input_scales = inputs.scales.get(), *input_sums = inputs.sums.get();
   const int32_t* excess = inputs.excess.get();
   for (int64_t v = 0; v < kTileColumns; v += kLanes) {
-    const Floats scale = load_floats(scales + v), offset = load_floats(offsets + v);
+    const Floats scale = load_factors(layer, layer.scales, factors + v);
+    const Floats offset = load_factors(layer, layer.offsets, factors + v);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t at = (first_row + row) * blocks + block, place = row * kTileColumns + v;
       Floats value;
@@ -564,9 +571,9 @@ inline void add_scaled(const Linear& layer, int64_t panel, int64_t block, int64_
                        float* sums, bool adds) {
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
   const int64_t group = block * layer.block_inputs / layer.group_inputs;
-  const float* scales = layer.scales + (panel * num_groups + group) * kTileColumns;
+  const int64_t factors = (panel * num_groups + group) * kTileColumns;
   for (int64_t v = 0; v < kTileColumns; v += kLanes) {
-    const Floats scale = load_floats(scales + v);
+    const Floats scale = load_factors(layer, layer.scales, factors + v);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t place = row * kTileColumns + v;
       const Floats total = adds ? load_floats(sums + place) : Floats(0.0f);
@@ -584,11 +591,13 @@ inline void expand_group(const Linear& layer, int64_t panel, int64_t first, int6
   const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
   const int64_t at = (panel * num_groups + first / layer.group_inputs) * kTileColumns;
   Floats scales[kVectors], offsets[kVectors];
-  alignas(64) float repeated[2][kElements];
+  alignas(64) float factors[2][kTileColumns], repeated[2][kElements];
+  for (int64_t v = 0; v < kTileColumns; v += kLanes) {
+    store_floats(factors[0] + v, load_factors(layer, layer.scales, at + v));
+    store_floats(factors[1] + v, load_factors(layer, layer.offsets, at + v));
+  }
   for (int64_t e = 0; e < kElements; ++e) {
-    const int64_t column = at + e / Type::kPerWord;
-    repeated[0][e] = layer.scales[column];
-    repeated[1][e] = layer.offsets[column];
+    for (int part = 0; part < 2; ++part) repeated[part][e] = factors[part][e / Type::kPerWord];
   }
   for (int64_t v = 0; v < kVectors; ++v) {
     scales[v] = load_floats(repeated[0] + v * kLanes);

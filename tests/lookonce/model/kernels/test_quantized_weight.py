@@ -174,13 +174,31 @@ def test_quantized_layers_get_our_kernel(dtype: torch.dtype) -> None:
     rows = torch.randn(3, 96).to(dtype)
     wanted = plain(rows).float()
     assert (model(rows).float() - wanted).norm() < 1e-2 * wanted.norm()
-    assert model[0].nbytes == 64 * 96 + 2 * 64 * 4
+    # A byte for each weight, and two for each scale; offsets are 0 and take none.
+    assert model[0].nbytes == 64 * 96 + 2 * 64
 
 
 def test_four_bits_take_an_eighth_of_float32() -> None:
     weight = random_weight(64, 1024)
     whole, small = packed(weight), packed(quantized(weight, 4))
-    assert small.nbytes == whole.nbytes // 8 + 2 * 64 * 8 * 4
+    assert small.nbytes == whole.nbytes // 8 + 2 * 64 * 8 * 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_two_bytes_change_no_bit(form: CodeForm, dtype: torch.dtype, num_rows: int) -> None:
+    narrow = any_codes(64, 256, form, 128, dtype)
+    # A scale that bfloat16 does not hold makes all of them float32.
+    other = replace(any_codes(32, 256, form, 128, dtype), scales=torch.full((32, 2), 0.1))
+    wide = concatenated([narrow, other])
+    layers = [NativeLinear(packed(weight), num_threads=2) for weight in (narrow, wide)]
+    assert layers[1].nbytes > layers[0].nbytes + packed(other).nbytes
+    rows = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(5)).to(dtype)
+    found, wanted = (layer(rows) for layer in layers)
+    assert torch.equal(found, wanted[:, :64])
+    expected = rows.double() @ wide.dequantized().double().T
+    assert (wanted.double() - expected).abs().max() <= 1e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize("num_inputs", [16, 302])

@@ -175,7 +175,7 @@ struct RandomCodes {
       }
     }
     layer = {nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), offsets.data(), group, form, word_inputs,
-             block_of(inputs, group, word_inputs)};
+             block_of(inputs, group, word_inputs), sizeof(float)};
   }
 };
 
