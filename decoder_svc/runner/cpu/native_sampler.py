@@ -49,7 +49,7 @@ _ROW = np.dtype(
 )
 
 
-# Of a step in which no request asks for log probabilities.
+# The log probabilities of a step in which no request asks for them.
 _NO_IDS, _NO_NUMBERS = np.zeros((0, 0), dtype=np.int64), np.zeros((0, 0), dtype=np.float32)
 
 

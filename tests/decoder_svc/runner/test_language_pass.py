@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from decoder_svc.runner.language_pass import LanguagePass
+from decoder_svc.runner.language_pass import LanguagePass, wraps_nothing
+from lookonce.model.half_model import text_child
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
@@ -125,3 +126,46 @@ def test_padded_passes_give_the_log_probabilities_of_steps_without_graphs(
             assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
             values = [torch.tensor([value for _, value in each.top]) for each in (one, other)]
             torch.testing.assert_close(*values, rtol=0, atol=1e-5)
+
+
+# Plain wrappers, one without `logits_to_keep`, and layers of transformers.
+@pytest.mark.parametrize(
+    ("name", "is_direct"),
+    [("llava_clip", True), ("qwen2_5_vl", True), ("mistral3", True), ("video_llama_3", False), ("gemma3", False)],
+)
+def test_layers_and_head_are_called_directly_where_the_model_does_nothing(
+    name: str, is_direct: bool, tiny_family: Callable[[str], families.Conformance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_family(name).offline
+    assert language_of(model).is_direct == is_direct
+    if is_direct:
+        monkeypatch.setattr(type(model.runner.model), "forward", lambda *_, **__: pytest.fail("the model was called"))
+    answers, _, _ = offline.run(model, max_num_batched_tokens=2048)
+    assert answers == [question.expected for question in model.questions]
+
+
+@pytest.mark.parametrize("changed", ["logits", "embeddings", "positions"])
+def test_a_model_that_changes_anything_is_called(
+    changed: str, tiny_family: Callable[[str], families.Conformance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    language = language_of(tiny_family("llava_clip").offline)
+    model = language.model
+    plain = type(model).forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **arguments: Any) -> Any:
+        if changed == "embeddings":
+            arguments["inputs_embeds"] = arguments["inputs_embeds"] * 2
+        if changed == "positions":
+            arguments["position_ids"] = arguments["position_ids"] + 1
+        output = plain(self, *args, **arguments)
+        if changed == "logits":
+            output.logits = output.logits.tanh()
+        return output
+
+    check = functools.partial(wraps_nothing, language, 1, torch.device("cpu"))
+    with torch.inference_mode():
+        assert check()
+        monkeypatch.setattr(type(model), "forward", forward)
+        assert not check()
+    assert "forward" not in vars(getattr(model.model, text_child(model))), "the layers compute again"
