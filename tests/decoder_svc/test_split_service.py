@@ -94,12 +94,13 @@ async def test_what_cannot_be_split_is_refused(
             pass
 
 
-async def test_quantized_folders_are_refused(tmp_path: pathlib.Path) -> None:
+async def test_a_quantized_folder_is_split(tmp_path: pathlib.Path) -> None:
     folder, whole = (tiny_models.build_llava_clip(tmp_path / name) for name in ("stored", "whole"))
     store_quantized(folder, FORMS["awq"], whole)
-    with pytest.raises(ConfigurationError, match="quantized layers are not split yet"):
-        async with running_decoder(folder, **SPLIT):
-            pass
+    async with running_decoder(folder, dtype="float32") as decoder:
+        expected = await answers(decoder)
+    async with running_decoder(folder, **SPLIT) as decoder:
+        assert tokens(await answers(decoder)) == tokens(expected)
 
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["in a step", "without work"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from decoder_svc.rank_start import rank_config
 from decoder_svc.runner.cpu.runner import CPUModelRunner
@@ -18,8 +19,12 @@ from decoder_svc.runner.parallel.leader import Leader, LostRankError
 from decoder_svc.runner.parallel.other_ranks import OtherRanks
 from decoder_svc.runner.parallel.rank_processes import RankProcesses
 from lookonce.errors import ConfigurationError
+from lookonce.model.kernels.native_linear import NativeLinear
+from lookonce.model.kernels.quantized_layers import has_quantized_layers
 from tests import tiny_models
+from tests.decoder_svc.runner.cpu.loaded_runner import load
 from tests.parity import families, offline
+from tests.quantized_folders import FORMS, store_quantized
 from tests.tiny_families import FAMILIES
 
 # A plan of transformers with plain layers, one with products that are gathered, two of experts, recurrent layers beside
@@ -86,6 +91,56 @@ def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, m
     family = families.build(FAMILIES[name], FAMILIES[name].build(tmp_path))
     with split(family, 3, must_not_be_lost) as (model, _):
         check_answers(family, model)
+
+
+# Each kind of codes; groups that a share begins in, which are divided; inputs of which no share is whole groups; one
+# scale for all inputs; inputs that are out of order.
+@pytest.mark.parametrize(
+    ("name", "form", "size"),
+    [
+        ("llava_clip", "awq", 2),
+        ("llava_clip", "compressed-int8", 3),
+        ("qwen2_5_vl", "fp8-block", 2),
+        ("gemma3", "compressed-int4-zeros", 2),
+        ("qwen3_5", "gptq-8", 2),
+        ("qwen2_vl", "gptq-act-order", 2),
+    ],
+)
+def test_quantized_layers_are_split(
+    name: str, form: str, size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if size == 3:
+        plain = tiny_models._text_config
+
+        def with_six_heads(tokenizer: object) -> dict[str, object]:
+            return plain(tokenizer) | {"num_attention_heads": 6, "num_key_value_heads": 3}
+
+        monkeypatch.setattr(tiny_models, "HIDDEN_SIZE", 96)
+        monkeypatch.setattr(tiny_models, "_text_config", with_six_heads)
+    stored, whole = (FAMILIES[name].build(tmp_path / one) for one in ("stored", "whole"))
+    assert store_quantized(stored, FORMS[form], whole)
+    expected = families.build(FAMILIES[name], whole, 6)
+    family = replace(expected, offline=replace(expected.offline, runner=load(stored, torch.float32)))
+    with split(family, size, must_not_be_lost) as (model, _):
+        assert not has_quantized_layers(model.runner.get_model()), "kernels have taken their places"
+        has_codes = any(
+            isinstance(module, NativeLinear) and module._weights.codes is not None
+            for module in model.runner.get_model().modules()
+        )
+        assert has_codes == FORMS[form].keeps_codes
+        check_answers(family, model)
+
+
+def test_quantized_experts_are_not_split(tmp_path: pathlib.Path) -> None:
+    stored, whole = (FAMILIES["qwen3_vl_moe"].build(tmp_path / one) for one in ("stored", "whole"))
+    store_quantized(stored, FORMS["awq"], whole)
+    expected = families.build(FAMILIES["qwen3_vl_moe"], whole, 1)
+    family = replace(expected, offline=replace(expected.offline, runner=load(stored, torch.float32)))
+    with (
+        pytest.raises(ConfigurationError, match="quantized experts are not split yet"),
+        split(family, 2, lambda: None),
+    ):
+        pass
 
 
 def test_a_model_whose_heads_cannot_be_divided_is_refused(tiny_family: Callable[[str], families.Conformance]) -> None:

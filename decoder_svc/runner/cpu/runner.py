@@ -67,9 +67,7 @@ class CPUModelRunner(ModelRunnerBase):
             self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes, self.adapters)
         else:
             logger.info("language model: transformers' modules, whose linear layers are PyTorch's here")
-        # PyTorch would expand the others' codes in each step.
-        has_no_kernel = self.model.dtype is torch.float16
-        make_layers_whole(self.model, "give --dtype bfloat16 to encoder and decoder" if has_no_kernel else None)
+        self._make_others_whole()
         text_model = getattr(self.model.model, text_child(self.model))
         if self.adapters is not None and not isinstance(text_model, NativeStack):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
@@ -78,11 +76,20 @@ class CPUModelRunner(ModelRunnerBase):
         """Leaves this rank's part of the model: transformers' modules, with linear layers of our kernels."""
         self.num_kv_heads = split_model(self.model, ranks)
         self._choose_backend()
-        is_native = choose_step_linear(self.model.dtype).implementation == NATIVE
+        has_codes = has_quantized_layers(self.model)
+        is_native = choose_step_linear(self.model.dtype).implementation == NATIVE or has_codes
         if isinstance(self.backend, NativeBackend) and is_native:
             make = functools.partial(native_linear, num_threads=torch.get_num_threads())
             replace_linears(getattr(self.model.model, text_child(self.model)), make)
+            if has_quantized_layers(self.model.lm_head):
+                replace_linears(self.model.lm_head, make)
+        self._make_others_whole()
         logger.info("rank %d of %d has its part of the language model", ranks.rank, ranks.size)
+
+    def _make_others_whole(self) -> None:
+        """Expands the codes of layers that have no kernel, which PyTorch would expand in each step."""
+        has_no_kernel = self.model.dtype is torch.float16
+        make_layers_whole(self.model, "give --dtype bfloat16 to encoder and decoder" if has_no_kernel else None)
 
     def _choose_backend(self) -> None:
         """Sets the attention backend, and with our own the sampler and the kernel of recurrent layers."""

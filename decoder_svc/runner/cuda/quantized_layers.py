@@ -44,6 +44,11 @@ class DeviceLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         offsets = None if weight.offsets is None else weight.offsets.dtype
         return *weight.kind, weight.num_outputs, weight.scales.dtype, offsets, self.bias is None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, for `weight_bytes`."""
+        return self.weight_codes.nbytes
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns outputs `[..., outputs]` of inputs `[..., inputs]`."""
         result: Tensor = self._kernels.linear(inputs, self.weight_codes, self.bias, self.num_processors)

@@ -6,25 +6,30 @@ followed by one by rows, whose outputs are summed over the ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from lookonce.model.empty_weights import empty_weights
+from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, Weight, inputs_of, weight_of
+
+Linear: TypeAlias = nn.Linear | QuantizedLinear
 
 
-def column_part(linear: nn.Linear, group: RankGroup) -> nn.Linear:
+def column_part(linear: Linear, group: RankGroup) -> Linear:
     """Returns the layer that computes this rank's share of the outputs."""
     share = group.share(linear.out_features)
-    return _linear(linear.weight[share], None if linear.bias is None else linear.bias[share])
+    weight = weight_of(linear)
+    part = weight[share] if isinstance(weight, Tensor) else weight[torch.arange(share.start, share.stop)]
+    return _linear(part, None if linear.bias is None else linear.bias[share])
 
 
 class GatheredColumns(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A linear layer of which each rank computes its share of the outputs, and all ranks get all of them."""
 
-    def __init__(self, linear: nn.Linear, group: RankGroup) -> None:
+    def __init__(self, linear: Linear, group: RankGroup) -> None:
         super().__init__()
         self.part = column_part(linear, group)
         self.out_features = linear.out_features
@@ -51,11 +56,13 @@ class SplitHead(GatheredColumns):
 class SplitRows(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A linear layer of which each rank has the weights of its share of the inputs."""
 
-    def __init__(self, linear: nn.Linear, group: RankGroup, *, takes_all: bool) -> None:
+    def __init__(self, linear: Linear, group: RankGroup, *, takes_all: bool) -> None:
         """`takes_all`: the inputs are whole on each rank, and not only its share of them."""
         super().__init__()
         self._share = group.share(linear.in_features)
-        self.part = _linear(linear.weight[:, self._share], None)
+        weight = weight_of(linear)
+        is_whole = isinstance(weight, Tensor)
+        self.part = _linear(weight[:, self._share] if is_whole else inputs_of(weight, self._share), None)
         # Added once, after the sum.
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.clone(), requires_grad=False)
         self._group = group
@@ -116,7 +123,9 @@ def plain_part(weight: Tensor, group: RankGroup, dim: int) -> Tensor:
     return weight.narrow(dim, share.start, share.stop - share.start).clone(memory_format=torch.contiguous_format)
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _linear(weight: Weight, bias: Tensor | None) -> Linear:
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedLinear(weight, None if bias is None else bias.clone())
     with empty_weights():
         part = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     part.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format), requires_grad=False)

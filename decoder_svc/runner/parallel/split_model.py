@@ -24,7 +24,8 @@ from decoder_svc.runner.parallel.split_layers import (
 )
 from lookonce.errors import ConfigurationError
 from lookonce.model.half_model import detach_from_file, text_child
-from lookonce.model.kernels.quantized_layers import has_quantized_layers
+from lookonce.model.kernels.quantized_experts import QuantizedExperts
+from lookonce.model.kernels.quantized_weight import QuantizedLinear
 from lookonce.model.text_support import key_sources
 
 # For models for which transformers has no plan. Their layers have the usual names, or the plan does not apply.
@@ -54,8 +55,8 @@ def split_model(model: Any, group: RankGroup) -> int:
 
     Raises ConfigurationError for a model that cannot be split over so many ranks.
     """
-    if has_quantized_layers(model):
-        raise _refusal("quantized layers are not split yet; use the unquantized model")
+    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
+        raise _refusal("quantized experts are not split yet; use the unquantized model")
     text_model = getattr(model.model, text_child(model))
     text = model.config.get_text_config()
     num_kv_heads = kv_heads_of_rank(text, group.size)
@@ -113,7 +114,7 @@ def _expanded(plan: Mapping[str, str], names: list[str]) -> list[tuple[str, str]
 
 
 def _split_linear(name: str, module: Any, style: str, group: RankGroup) -> nn.Module:
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear | QuantizedLinear):
         raise _refusal(f"{name} is a {type(module).__name__}, not a linear layer")
     if style == "colwise":
         return column_part(module, group)
@@ -134,9 +135,10 @@ def _split_experts(module: Any, name: str, style: str, group: RankGroup) -> None
 
 def _split_vocabulary(model: Any, group: RankGroup) -> None:
     table, head = model.get_input_embeddings(), model.lm_head
-    is_tied = head.weight is table.weight
+    is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     split_table, split_head = SplitEmbedding(table, group), SplitHead(head, group)
     if is_tied:
+        assert isinstance(split_head.part, nn.Linear), "only whole weights are tied"
         split_head.part.weight = split_table.part.weight
     model.set_input_embeddings(split_table)
     model.lm_head = split_head

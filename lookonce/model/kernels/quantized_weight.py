@@ -7,6 +7,7 @@ arXiv:2306.00978, change which integers are chosen, not this form).
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -76,6 +77,9 @@ class QuantizedWeight:
 
 Weight: TypeAlias = Tensor | QuantizedWeight
 
+# Kernels read no groups of fewer inputs, and none of an odd number.
+_LEAST_GROUP = 16
+
 
 def quantized(weight: Tensor, bits: int) -> QuantizedWeight:
     """Rounds a weight `[outputs, inputs]` to the nearest integers, in groups of 128 inputs.
@@ -117,6 +121,24 @@ def concatenated(weights: Sequence[Weight]) -> Weight:
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         offsets=torch.cat([part.offsets for part in parts]),
+    )
+
+
+def inputs_of(weight: QuantizedWeight, share: slice) -> Weight:
+    """Returns the weight of consecutive inputs, in memory of its own.
+
+    Groups that begin before the share are divided into smaller ones with the same scale. The weight is whole if kernels
+    could not read these.
+    """
+    group = weight.group_inputs
+    codes = weight.codes[:, share].clone()
+    size = group if weight.scales.shape[1] == 1 else math.gcd(group, share.start)
+    is_readable = size % 2 == 0 and codes.shape[1] % 2 == 0 and (size == group or size >= _LEAST_GROUP)
+    if not is_readable:
+        return weight.dequantized()[:, share].clone()
+    of_part = torch.arange(share.start, share.stop, size) // group
+    return replace(
+        weight, codes=codes, scales=weight.scales[:, of_part], offsets=weight.offsets[:, of_part], group_inputs=size
     )
 
 

@@ -18,6 +18,7 @@ from lookonce.model.kernels.quantized_weight import (
     QuantizedLinear,
     QuantizedWeight,
     concatenated,
+    inputs_of,
     padded,
     quantized,
     whole,
@@ -155,6 +156,27 @@ def test_rows_are_joined_selected_and_padded_as_those_of_whole_weights() -> None
     found = wide.dequantized()
     assert torch.equal(found[:48, :200], expected)
     assert not found[48:].any()
+
+
+@settings(max_examples=80)
+@given(
+    form=st.sampled_from(FORMS),
+    group=st.sampled_from([16, 32, 48, 64, 128, 1000]),
+    num_inputs=st.integers(8, 150),
+    start=st.integers(0, 140),
+    num_taken=st.integers(1, 150),
+)
+def test_a_share_of_the_inputs_has_the_same_weights(
+    form: CodeForm, group: int, num_inputs: int, start: int, num_taken: int
+) -> None:
+    weight = any_codes(40, 2 * num_inputs, form, group, torch.float32)
+    share = slice(min(start, 2 * num_inputs - 1), min(start + num_taken, 2 * num_inputs))
+    found = inputs_of(weight, share)
+    assert torch.equal(whole(found), weight.dequantized()[:, share])
+    if isinstance(found, QuantizedWeight):
+        assert packed(found).codes is not None, "kernels read its groups"
+    else:
+        assert share.start % 16 or (share.stop - share.start) % 2, "it could be read as codes"
 
 
 def test_rows_of_different_layouts_are_joined_whole() -> None:
