@@ -36,7 +36,7 @@ class DeviceWeight:
 
     @classmethod
     def of(cls, weight: QuantizedWeight, device: torch.device) -> DeviceWeight:
-        """Copies a weight that `is_readable` to a device."""
+        """Copies a weight to a device. Its groups must be readable: `tile_inputs` must not be None."""
         tile = tile_inputs(weight)
         assert tile is not None, "the groups of inputs are not readable"
         is_int4 = weight.form is CodeForm.INT4
