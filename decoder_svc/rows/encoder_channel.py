@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from lookonce.sdk.connection.channel_credentials import channel_credentials
+from lookonce.sdk.connection.target import is_on_this_machine
 from lookonce.server.admission.authentication import parse_token
 from lookonce.server.encoder_health import ENCODER_SERVICE
 from lookonce.server.watched_files import Current, WatchedFiles
@@ -102,6 +103,8 @@ class EncoderChannel:
 
     def _open(self) -> grpc.aio.Channel:
         options = _options(self._settings, self._health_name)
+        # Otherwise gRPC would ask the proxy that http_proxy names for encoders on this machine.
+        options.append(("grpc.enable_http_proxy", int(not is_on_this_machine(self._target))))
         if self._credentials is None:
             return grpc.aio.insecure_channel(self._target, options=options)
         return grpc.aio.secure_channel(self._target, self._credentials, options=options)

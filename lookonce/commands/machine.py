@@ -56,10 +56,13 @@ def doctor(
     from lookonce.local.doctor import examine
 
     findings = examine(CliSettings(), model)
-    if start and model is not None and all(finding.is_fine for finding in findings):
+    # Without a template a decoder starts, and answers prompts that need none.
+    if start and model is not None and all(one.is_fine or one.subject == "chat template" for one in findings):
+        from lookonce.commands.running.interrupts import stop_in_order
         from lookonce.commands.running.trial_start import examine_start
         from lookonce.local.model_source import resolve_model
 
+        stop_in_order()
         with err.status("starting encoder and decoder …"):
             findings += examine_start(resolve_model(model))
     elif start:

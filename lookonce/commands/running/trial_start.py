@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import struct
 import time
 import zlib
 
-from lookonce.client import Client
 from lookonce.commands.asking.questions import raw_prompt
 from lookonce.commands.running.found_encoders import wait_until_encoders_are_found
+from lookonce.commands.targets import connect
 from lookonce.errors import LookonceError
 from lookonce.images import ImageRef
 from lookonce.local.finding import Finding
@@ -18,7 +19,8 @@ from lookonce.local.local_stack import LocalStack
 _QUESTION = "What is this?"
 _ANSWER_TIMEOUT_S = 300.0
 _NUM_TOKENS = 2
-_PICTURE_SIZE = (640, 480)
+# Small, so that limits in the environment do not refuse it.
+_PICTURE_SIZE = (96, 64)
 
 
 def examine_start(folder: pathlib.Path) -> list[Finding]:
@@ -40,12 +42,14 @@ def examine_start(folder: pathlib.Path) -> list[Finding]:
 
 def _answer(target: str) -> Finding:
     try:
-        with Client.connect(target) as client:
+        with connect(target) as client:
             # Without a template, which not every model has.
             prompt = raw_prompt(client, _QUESTION, [ImageRef.from_bytes(_picture())], _ANSWER_TIMEOUT_S)
-            answer = client.generate(prompt, max_tokens=_NUM_TOKENS, timeout_s=_ANSWER_TIMEOUT_S)
+            answer = client.generate(prompt, max_tokens=_NUM_TOKENS, logprobs=0, timeout_s=_ANSWER_TIMEOUT_S)
     except LookonceError as error:
         return Finding("answer", False, _in_one_line(error))
+    if not all(math.isfinite(logprob) for of_token in answer.logprobs for _, logprob in of_token):
+        return Finding("answer", False, "its log probabilities are not finite: a weight is damaged; download it again")
     usage = answer.usage
     sizes = f"{usage.completion_tokens} to a prompt of {usage.prompt_tokens} tokens with a picture"
     return Finding("answer", True, f"tokens: {sizes}")

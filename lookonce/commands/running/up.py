@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import signal
 import sys
 import time
 import webbrowser
@@ -16,6 +15,7 @@ from rich.markup import escape
 
 from lookonce.commands.options import filled
 from lookonce.commands.output import err, harmless, out, say
+from lookonce.commands.running.interrupts import stop_in_order
 from lookonce.commands.running.service_flags import service_flags
 from lookonce.commands.running.services import Service
 from lookonce.errors import ConfigurationError
@@ -88,10 +88,7 @@ def up(
     ModelFolder.open(folder)
     named = served_name(model or "", folder)
     flags = service_flags(context.args, str(folder))
-    # SIGTERM stops everything in order, as Ctrl-C does. SIGINT is set, too: a script's background process inherits it
-    # ignored, and then Python installs no handler.
-    for ending in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ending, signal.default_int_handler)
+    stop_in_order()
     with contextlib.ExitStack() as exits:
         with err.status("starting") as status:
             stack = LocalStack(
