@@ -1,4 +1,4 @@
-"""How a command that has started services ends."""
+"""Lets a command that has started services end in order."""
 
 from __future__ import annotations
 
