@@ -53,6 +53,17 @@ def split(
         processes.close()
 
 
+def have_six_heads(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Makes tiny models whose heads three ranks can divide, with other sizes of the text model."""
+    plain = tiny_models._text_config
+
+    def with_six_heads(tokenizer: object) -> dict[str, object]:
+        return plain(tokenizer) | {"num_attention_heads": 6, "num_key_value_heads": 3} | sizes
+
+    monkeypatch.setattr(tiny_models, "HIDDEN_SIZE", 96)
+    monkeypatch.setattr(tiny_models, "_text_config", with_six_heads)
+
+
 def must_not_be_lost() -> None:
     raise AssertionError("a rank has ended")
 
@@ -80,14 +91,8 @@ def test_two_ranks_give_the_tokens_of_one(name: str, tiny_family: Callable[[str]
 
 @pytest.mark.parametrize("name", SPLIT_IN_THREE)
 def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny_models._text_config
-
-    def with_six_heads(tokenizer: object) -> dict[str, object]:
-        # 3 does not divide the width of the feed-forward layers.
-        return plain(tokenizer) | {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100}
-
-    monkeypatch.setattr(tiny_models, "HIDDEN_SIZE", 96)
-    monkeypatch.setattr(tiny_models, "_text_config", with_six_heads)
+    # 3 does not divide the width of the feed-forward layers.
+    have_six_heads(monkeypatch, intermediate_size=100)
     family = families.build(FAMILIES[name], FAMILIES[name].build(tmp_path))
     with split(family, 3, must_not_be_lost) as (model, _):
         check_answers(family, model)
@@ -110,13 +115,7 @@ def test_quantized_layers_are_split(
     name: str, form: str, size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if size == 3:
-        plain = tiny_models._text_config
-
-        def with_six_heads(tokenizer: object) -> dict[str, object]:
-            return plain(tokenizer) | {"num_attention_heads": 6, "num_key_value_heads": 3}
-
-        monkeypatch.setattr(tiny_models, "HIDDEN_SIZE", 96)
-        monkeypatch.setattr(tiny_models, "_text_config", with_six_heads)
+        have_six_heads(monkeypatch)
     stored, whole = (FAMILIES[name].build(tmp_path / one) for one in ("stored", "whole"))
     assert store_quantized(stored, FORMS[form], whole)
     expected = families.build(FAMILIES[name], whole, 6)

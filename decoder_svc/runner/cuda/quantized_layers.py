@@ -96,7 +96,7 @@ def _replace(
 ) -> str | None:
     """Replaces layers; returns why a kernel cannot be used, in the middle of it."""
     progress = LoadProgress("quantized layers are copied to the device", len(found))
-    trial = KernelTrial()
+    check = LayerCheck()
     num_bytes = num_layers = 0
     for parent, name, layer in found:
         weight = layer.quantized_weight
@@ -105,9 +105,9 @@ def _replace(
         bias = None if layer.bias is None else layer.bias.to(device)
         try:
             made = DeviceLinear(DeviceWeight.of(weight, device), bias, num_processors)
-            reason = trial.reason(made, weight)
+            reason = check.reason(made, weight)
         except Exception as error:  # compilers and drivers raise many types
-            _log.debug("a kernel failed its trial", exc_info=True)
+            _log.debug("a kernel failed its check", exc_info=True)
             reason = f"its kernels fail ({type(error).__name__})"
         if reason is not None:
             return reason
@@ -120,7 +120,7 @@ def _replace(
     return None
 
 
-class KernelTrial:
+class LayerCheck:
     """Compares products with those of whole weights, once for each variant of layers."""
 
     def __init__(self) -> None:
@@ -147,9 +147,9 @@ class KernelTrial:
 
 def wrong_layer_reason(model: torch.nn.Module) -> str | None:
     """Returns how the results of any layer with codes differ from those of its weight, or None if none does."""
-    trial = KernelTrial()
+    check = LayerCheck()
     layers = (module for module in model.modules() if isinstance(module, DeviceLinear))
-    return next(filter(None, (trial.reason(layer, layer.weight_codes) for layer in layers)), None)
+    return next(filter(None, (check.reason(layer, layer.weight_codes) for layer in layers)), None)
 
 
 def joined_linears(linears: Sequence[DeviceLinear]) -> DeviceLinear:

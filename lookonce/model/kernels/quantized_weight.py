@@ -77,8 +77,8 @@ class QuantizedWeight:
 
 Weight: TypeAlias = Tensor | QuantizedWeight
 
-# Kernels read no groups of fewer inputs, and none of an odd number.
-_LEAST_GROUP = 16
+# Kernels read groups of any multiple of this.
+_READABLE_GROUP = 16
 
 
 def quantized(weight: Tensor, bits: int) -> QuantizedWeight:
@@ -133,8 +133,8 @@ def inputs_of(weight: QuantizedWeight, share: slice) -> Weight:
     group = weight.group_inputs
     codes = weight.codes[:, share].clone()
     size = group if weight.scales.shape[1] == 1 else math.gcd(group, share.start)
-    is_readable = size % 2 == 0 and codes.shape[1] % 2 == 0 and (size == group or size >= _LEAST_GROUP)
-    if not is_readable:
+    # A group that was not divided is as readable as before.
+    if codes.shape[1] % 2 or (size < group and size % _READABLE_GROUP):
         return weight.dequantized()[:, share].clone()
     of_part = torch.arange(share.start, share.stop, size) // group
     return replace(

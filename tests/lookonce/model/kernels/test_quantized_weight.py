@@ -179,6 +179,15 @@ def test_a_share_of_the_inputs_has_the_same_weights(
         assert share.start % 16 or (share.stop - share.start) % 2, "it could be read as codes"
 
 
+def test_a_share_whose_groups_have_no_blocks_is_whole() -> None:
+    """8576 = 128 · 67, so groups of 134 inputs would begin with the share, which kernels refuse."""
+    weight = any_codes(8, 2 * 8576, CodeForm.INT8, 8576, torch.float32)
+    share = slice(134, 8710)
+    found = inputs_of(weight, share)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, weight.dequantized()[:, share])
+
+
 def test_rows_of_different_layouts_are_joined_whole() -> None:
     weight = random_weight(16, 200)
     for other in (weight, quantized(weight, 8), any_codes(16, 200, CodeForm.INT4, 32, torch.float32)):
