@@ -55,7 +55,7 @@ def _weights(
     numbers, scales, offsets, output, is_output, num_inputs, first, scale_stride,
     GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Returns weights of inputs from `first` on, which are of one group; 0 for inputs that do not exist."""
+    """Returns weights of a tile of inputs from `first` on, which are of one group; 0 if `first` does not exist."""
     group = first // GROUP
     is_scaled = is_output & (first < num_inputs)
     scale = tl.load(scales + group * scale_stride + output, mask=is_scaled, other=0.0).to(tl.float32)
