@@ -22,7 +22,7 @@ from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.settings import DecoderSettings
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
 from lookonce.server.settings_parser import parse_settings
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from benchmarks import report
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaBackend, forward_context
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
-from decoder_svc.runner.recurrent.delta_net import DeltaStep, RecurrentLayers
+from decoder_svc.runner.recurrent.delta_net import DeltaStep
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentLayers
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
 

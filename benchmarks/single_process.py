@@ -20,7 +20,7 @@ from encoder_svc.settings import EncoderSettings
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
 from lookonce.server import serving
 from lookonce.server.admission.quotas import load_quotas
 from lookonce.server.settings_parser import parse_settings

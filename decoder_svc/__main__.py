@@ -10,8 +10,8 @@ from lookonce.errors import ConfigurationError
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import set_openmp_spin_count
-from lookonce.model.lean_transformers import import_lean_transformers
-from lookonce.model.model_folder import ModelFolder
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
+from lookonce.model.model_folder import ModelFolder, needs_torchvision
 from lookonce.server.settings import TracingVariables
 from lookonce.server.settings_parser import exit_with, parse_settings
 from lookonce.tenants import load_tenants
@@ -57,7 +57,9 @@ async def serve(arguments: list[str]) -> None:
     set_openmp_spin_count()
     # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
-        import_lean_transformers(shows_progress=settings.log_format != "json")
+        import_lean_transformers(
+            needs_torchvision=needs_torchvision(settings.model), shows_progress=settings.log_format != "json"
+        )
         from decoder_svc.service import open_service
 
     async with open_service(settings, telemetry.registry, quotas) as service, watched_cache(service.store) as parts:

@@ -22,7 +22,8 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.errors import LookonceError
 from lookonce.forgotten import Forgotten
 from lookonce.model.kernels.openmp import set_openmp_spin_count
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
+from lookonce.model.model_folder import ModelFolder, needs_torchvision
 from lookonce.process.garbage import long_lived_objects, settle
 from lookonce.process.heap import set_up_heap
 from lookonce.server.telemetry import configure_logging
@@ -42,7 +43,9 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
     set_openmp_spin_count()
     # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
-        import_lean_transformers(shows_progress=settings.log_format != "json")
+        import_lean_transformers(
+            needs_torchvision=needs_torchvision(settings.model), shows_progress=settings.log_format != "json"
+        )
         from decoder_svc.assembly import load_core
         from decoder_svc.constraint.folder_vocabulary import folder_vocabulary
         from decoder_svc.device_choice import choose_device
@@ -50,7 +53,6 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
         from decoder_svc.engine.process.codec import decode_in_process, encode_for_service, encode_start
         from decoder_svc.engine.process.published_heartbeat import PublishedHeartbeat
         from decoder_svc.prompt.family import load_family
-        from lookonce.model.model_folder import ModelFolder
         from lookonce.model.pretrained_tokenizer import load_pretrained
 
     heartbeat = PublishedHeartbeat(settings.max_step_s, board)

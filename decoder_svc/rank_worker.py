@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lookonce.errors import LookonceError
 from lookonce.model.kernels.openmp import set_openmp_spin_count
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
+from lookonce.model.model_folder import ModelFolder, needs_torchvision
 from lookonce.process.garbage import long_lived_objects, settle
 from lookonce.process.heap import set_up_heap
 from lookonce.server.telemetry import configure_logging
@@ -37,7 +38,7 @@ def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int
     set_openmp_spin_count()
     # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
-        import_lean_transformers(shows_progress=False)
+        import_lean_transformers(needs_torchvision=needs_torchvision(model), shows_progress=False)
         from decoder_svc.prompt.family import load_family
         from decoder_svc.rank_start import config_of_rank
         from decoder_svc.runner.parallel.meeting_store import RemoteStore
@@ -48,7 +49,6 @@ def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int
         from decoder_svc.runner.selection import runner_class
         from lookonce.devices.registry import chosen_platform
         from lookonce.model.kernels.openmp import run_in_short_lived_thread
-        from lookonce.model.model_folder import ModelFolder
         from lookonce.model.pretrained_tokenizer import load_pretrained
 
     folder = ModelFolder.open(model)

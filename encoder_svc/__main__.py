@@ -8,8 +8,8 @@ from lookonce import tracing
 from lookonce.errors import ConfigurationError
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.model.kernels.openmp import set_openmp_spin_count
-from lookonce.model.lean_transformers import import_lean_transformers
-from lookonce.model.model_folder import ModelFolder
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
+from lookonce.model.model_folder import ModelFolder, needs_torchvision
 from lookonce.server.settings import TracingVariables
 from lookonce.server.settings_parser import exit_with, parse_settings
 from lookonce.tenants import load_tenants
@@ -46,7 +46,9 @@ async def serve(arguments: list[str]) -> None:
     set_openmp_spin_count()
     # Imported here, because these take seconds.
     with long_lived_objects():
-        import_lean_transformers(shows_progress=settings.log_format != "json")
+        import_lean_transformers(
+            needs_torchvision=needs_torchvision(settings.model), shows_progress=settings.log_format != "json"
+        )
         import torch
 
         from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry

@@ -22,8 +22,10 @@ from xdist.scheduler import LoadFileScheduling
 from lookonce.local.local_stack import LocalStack
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.logs import configure_plainly
+from lookonce.model.libraries import torchvision_import
 from lookonce.server.telemetry import configure_logging
 from lookonce.store.embedding_store import EmbeddingStore
+from tests.torchvision_families import HAS_TORCHVISION, TORCHVISION_FAMILIES
 from tests.warm_processes import WarmProcesses
 
 # Nothing is downloaded; tiny models are faster on one thread, and the servers need the other core.
@@ -36,6 +38,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.
 if not pathlib.Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests of models whose image processors need torchvision: `make test` runs them apart.
+if HAS_TORCHVISION:
+    torchvision_import.import_torchvision()
 
 # A script's background process ignores Ctrl-C, and so would the programs that tests start, to which some send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -109,7 +115,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Schedule:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, so that at the end no process works alone on one of them."""
+    """Puts the longest files first, so that at the end no process works alone on one of them.
+
+    Marks the tests of families whose image processors need torchvision.
+    """
+    for item in items:
+        found = getattr(item, "callspec", None)
+        if found is not None and any(value in TORCHVISION_FAMILIES for value in map(str, found.params.values())):
+            item.add_marker("torchvision")
     orders = {path: (not any(map(path.is_relative_to, _LONG)), path.parts) for path in {item.path for item in items}}
     items.sort(key=lambda item: orders[item.path])
 

@@ -38,8 +38,9 @@ def end_with_parent(number):
 
 end_with_parent(signal.SIGKILL)
 gc.disable()
-from lookonce.model.lean_transformers import import_lean_transformers
-import_lean_transformers()
+from lookonce.model.libraries import torchvision_import
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
+import_lean_transformers(needs_torchvision=torchvision_import.is_installed())
 import decoder_svc.service, encoder_svc.service, lookonce.server.serving
 gc.freeze()
 running = os.getpid()

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from decoder_svc.constraint.folder_vocabulary import is_masked
 from lookonce.errors import InvalidParameterError, ModelFolderError
 from lookonce.logs import get_logger
-from lookonce.model.rust_panics import call_rust
+from lookonce.model.libraries.rust_panics import call_rust
 
 # Digits survive every normaliser and every case filter of a chat template. 10^32 values cannot be guessed.
 _NONCE_DIGITS = 32

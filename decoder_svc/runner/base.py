@@ -35,7 +35,8 @@ from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
-from decoder_svc.runner.recurrent.delta_net import DeltaStep, RecurrentLayers, recurrent_layers
+from decoder_svc.runner.recurrent.delta_net import DeltaStep
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentLayers, recurrent_layers
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampled.constrained_sample import begin_masks, launch_sample
@@ -80,14 +81,14 @@ class ModelRunnerBase(ABC):
     # Whether the engine launches a step while the one before it runs. True where `launch` returns before the device is
     # done, and the device computes steps in the order in which they were launched.
     overlaps_steps: bool = False
-    # Whether the device computes recurrent layers, such as those of Qwen3.5.
+    # Whether the device computes recurrent layers, such as those of Qwen3.5 and LFM2.
     serves_recurrent_layers: bool = False
     # Whether the device computes a part of a model, beside other processes with theirs (runner/parallel).
     serves_split_models: bool = False
     # Whether late layers that read the keys of others may compute only the sampled tokens. Steps may then have any
     # number of tokens, and are not recorded.
     computes_any_tokens = False
-    # The device's kernel for single tokens of such layers; None: there is none.
+    # The device's kernel for gated delta nets; None: there is none.
     delta_step: DeltaStep | None = None
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
@@ -170,7 +171,7 @@ class ModelRunnerBase(ABC):
         text = self.model.config.get_text_config()
         if not recurrent_layers(text):
             return None
-        named = f"{self.family.title} has recurrent layers (linear attention)"
+        named = f"{self.family.title} has recurrent layers (linear attention or short convolutions)"
         if not self.serves_recurrent_layers:
             raise ConfigurationError(f"{named}, which {type(self).__name__} does not compute yet: use the CPU")
         if self.config.adapters is not None:

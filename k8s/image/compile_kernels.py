@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from lookonce.model.kernels.native_compiler import machine_levels
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ class FamilySource:
 
     # config.json as transformers reads it, with defaults.
     config: Any
-    # The folder's image processor, in the variant that needs no torchvision.
+    # The folder's image processor, in the variant that needs no torchvision if there is one.
     processor: Any
     # processor_config.json without its nested processors; empty when there is none.
     settings: Mapping[str, Any]
@@ -336,6 +336,8 @@ class Family:
     finish_text: Callable[[str, str], str] | None = None
     # Maps the text behind an image to the text that the processor inserts between them; None: another image follows.
     closing: Callable[[str | None], str] = _nothing_between
+    # Whether its image processor has no variant without torchvision.
+    needs_torchvision: bool = False
     # Returns why a folder of this type cannot be served, or None if it can.
     refusal: Callable[[FamilySource], str | None] = _no_refusal
 

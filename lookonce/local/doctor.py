@@ -15,7 +15,7 @@ from lookonce.local.finding import Finding
 from lookonce.local.model_source import resolve_model
 from lookonce.local.serve_extra import INSTALL_HINT, missing_packages
 from lookonce.local.stack_record import running_stacks
-from lookonce.model.model_folder import ModelFolder
+from lookonce.model.model_folder import ModelFolder, needs_torchvision
 
 _PACKAGES = ("grpcio", "protobuf")
 _SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pillow", "redis")
@@ -189,9 +189,9 @@ def _model(name: str) -> list[Finding]:
     size_mb = sum(path.stat().st_size for path in folder.weight_files) / 1e6
     found = Finding("model", True, f"{folder.architecture}, {size_mb:.0f} MB of weights in {folder.path}")
     try:
-        from lookonce.model.lean_transformers import import_lean_transformers
+        from lookonce.model.libraries.lean_transformers import import_lean_transformers
 
-        import_lean_transformers()
+        import_lean_transformers(needs_torchvision=needs_torchvision(folder.path))
         from lookonce.local.doctor_model import examine_folder
     except (ImportError, OSError) as error:
         return [found, Finding("loading", False, f"the model cannot be checked: {error}; {INSTALL_HINT}")]

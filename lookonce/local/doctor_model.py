@@ -26,13 +26,11 @@ from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_template_source
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
-from lookonce.model.text_support import head_shape, key_sources
+from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES, head_shape, key_sources
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
 _SAMPLE_FRAMES = (16, 128)
-# The type of layers that have a state instead of keys and values, such as those of Qwen3.5.
-_RECURRENT = "linear_attention"
 # The decoder's default number of tokens per KV block.
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
@@ -124,28 +122,33 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         return [Finding("text half", False, str(error))]
     text = model.source.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    num_recurrent = sum(kind == _RECURRENT for kind in kinds)
-    if num_recurrent == len(kinds):
+    recurrent = [kind for kind in kinds if kind in RECURRENT_TYPES]
+    if len(recurrent) == len(kinds):
         return [Finding("text half", False, "all layers are recurrent; a layer with full attention is needed")]
     shapes = [head_shape(text, layer) for layer in _layers_with_keys(text, kinds)]
     token_bytes = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
     many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
     others = ""
-    if num_recurrent:
-        state_bytes = num_recurrent * _state_bytes(text, weights.dtype.itemsize)
-        others = f", and {_size(state_bytes)} per request and per snapshot of {num_recurrent} recurrent layers"
+    if recurrent:
+        state_bytes = sum(_state_bytes(text, kind, weights.dtype.itemsize) for kind in recurrent)
+        others = f", and {_size(state_bytes)} per request and per snapshot of {len(recurrent)} recurrent layers"
     return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}{others}")]
 
 
 def _layers_with_keys(text: Any, kinds: Sequence[str]) -> list[int]:
     """Returns the layers that have keys and values of their own."""
     sources = key_sources(text)
-    return [layer for layer, kind in enumerate(kinds) if kind != _RECURRENT and layer not in sources]
+    return [layer for layer, kind in enumerate(kinds) if kind not in RECURRENT_TYPES and layer not in sources]
 
 
-def _state_bytes(text: Any, element_bytes: int) -> int:
-    """Returns the bytes of a recurrent layer's state: a float32 matrix per head, and the convolution's last inputs."""
+def _state_bytes(text: Any, kind: str, element_bytes: int) -> int:
+    """Returns the bytes of a recurrent layer's state: a float32 matrix per head, and the convolution's last inputs.
+
+    A layer that is a short convolution has no matrix.
+    """
+    if kind != DELTA_NET_TYPE:
+        return int(text.hidden_size * (text.conv_L_cache - 1) * element_bytes)
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     window_bytes = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * element_bytes

@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
+from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import stored_expert_bytes, stored_formats, without_quantization
-from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _META = torch.device("meta")

@@ -25,6 +25,10 @@ from lookonce.model.text_support import text_refusal
 
 # Suffix of the keys of tokenizer_config.json that name special tokens.
 _TOKEN_SUFFIX = "_token"
+_NO_TORCHVISION = (
+    "the image processor of this model needs torchvision: install the version that fits the installed torch "
+    "(pip install 'lookonce[torchvision]')"
+)
 _NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
 
 
@@ -176,13 +180,16 @@ def _config(folder: ModelFolder) -> Any:
 
 
 def _image_processor(folder: ModelFolder) -> Any:
+    needs_torchvision = FAMILIES[folder.model_type].needs_torchvision
+    if needs_torchvision and not transformers.utils.is_torchvision_available():
+        raise ModelFolderError(f"{folder.path}: {_NO_TORCHVISION}")
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(
             folder.path, backend="pil", local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
-    if getattr(processor, "backend", None) != "pil":
+    if getattr(processor, "backend", None) != ("torchvision" if needs_torchvision else "pil"):
         raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
     return processor
 

@@ -13,15 +13,15 @@ import sys
 def main(arguments: list[str]) -> None:
     """Prints the fingerprints of the folder that `arguments` name."""
     # Imported here, after the garbage collector has been switched off: torch and transformers make a million objects.
-    from lookonce.model.lean_transformers import import_lean_transformers
+    from lookonce.model.libraries.lean_transformers import import_lean_transformers
+    from lookonce.model.model_folder import ModelFolder, needs_torchvision
 
-    import_lean_transformers()
+    path, row_dtype, *dtypes = arguments
+    import_lean_transformers(needs_torchvision=needs_torchvision(pathlib.Path(path)))
     from lookonce.embedding_meta import RowDtype
     from lookonce.model.family_model import FamilyModel
     from lookonce.model.folder_fingerprint import folder_fingerprint
-    from lookonce.model.model_folder import ModelFolder
 
-    path, row_dtype, *dtypes = arguments
     folder = ModelFolder.open(pathlib.Path(path))
     model = FamilyModel.load(folder)
     for dtype in dtypes:

@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
 from lookonce.model.lack_of_memory import is_lack_of_memory
+from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import read_json_object, weight_files
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
-from lookonce.model.rust_panics import RustPanicError, call_rust
 from lookonce.model.safetensors_header import read_header
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lookonce.errors import ModelFolderError
+from lookonce.errors import LookonceError, ModelFolderError
 from lookonce.families.registry import FAMILIES
 from lookonce.model.quantized_folder.storage import Storage
 from lookonce.model.safetensors_header import read_header
@@ -55,6 +55,18 @@ CONFIGURATION_FAULTS = (
     TypeError,
     ValueError,
 )
+
+
+def needs_torchvision(path: pathlib.Path) -> bool:
+    """Whether the image processor of a folder needs torchvision.
+
+    False for a folder that cannot be opened: `ModelFolder.open` says why.
+    """
+    try:
+        model_type = read_json_object(path / _CONFIG_FILE).get("model_type")
+    except (OSError, LookonceError):
+        return False
+    return isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].needs_torchvision
 
 
 @dataclass(frozen=True, slots=True)

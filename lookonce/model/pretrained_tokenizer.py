@@ -8,7 +8,7 @@ from typing import Any
 
 from lookonce.errors import ModelFolderError
 from lookonce.logs import get_logger
-from lookonce.model.rust_panics import RustPanicError, call_rust
+from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 
 _ORDINARY_TEXT = "What is in the picture? 0123456789"
 # Files of which one holds a tokenizer's vocabulary: the fast format, or one that transformers converts to it.

@@ -2,8 +2,8 @@
 
 The decoder flattens many requests into one row and replaces attention. A layer that keeps an unknown kind of state, or
 whose results depend on the rest of the batch, would give other tokens than `generate`. A model with such a layer is
-refused. Known kinds are keys and values, and the state of a gated delta net (docs/adr/0041). `head_shape` and
-`key_sources` describe the keys and values of each layer.
+refused. Known kinds are keys and values, and the states of gated delta nets and short convolutions (docs/adr/0041).
+`head_shape` and `key_sources` describe the keys and values of each layer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 from lookonce.families.base import Mask
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Layers with a state instead of keys and values, and the text models whose layers of that type are served.
-_RECURRENT_TYPE = "linear_attention"
-_RECURRENT_MODEL_TYPES = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+# Types of layers with a state instead of keys and values, and the text models whose layers of that type are served.
+DELTA_NET_TYPE, SHORT_CONVOLUTION_TYPE = "linear_attention", "conv"
+RECURRENT_TYPES = {
+    DELTA_NET_TYPE: frozenset({"qwen3_5_text", "qwen3_5_moe_text"}),
+    SHORT_CONVOLUTION_TYPE: frozenset({"lfm2"}),
+}
 # Rope types whose rotary frequencies do not depend on the batch.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _BATCH_ROPE_TYPES = frozenset({"dynamic", "longrope"})
@@ -118,10 +121,10 @@ def _unserved_field(_config: Any, text: Any) -> str | None:
 
 def _layers(_config: Any, text: Any) -> str | None:
     layer_types = getattr(text, "layer_types", None) or ()
-    if _RECURRENT_TYPE in layer_types and "sliding_attention" in layer_types:
+    if not RECURRENT_TYPES.keys().isdisjoint(layer_types) and "sliding_attention" in layer_types:
         return f"layers with a sliding window beside recurrent layers, which are not served together; {_ADVICE}"
     for layer, layer_type in enumerate(layer_types):
-        if layer_type == _RECURRENT_TYPE and text.model_type in _RECURRENT_MODEL_TYPES:
+        if text.model_type in RECURRENT_TYPES.get(layer_type, ()):
             continue
         if layer_type not in _LAYER_TYPES:
             served = " and ".join(_LAYER_TYPES)

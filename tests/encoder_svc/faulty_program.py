@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from encoder_svc.__main__ import serve
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
 from lookonce.server import serving
 
 if __name__ == "__main__":

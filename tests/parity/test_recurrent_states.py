@@ -20,7 +20,7 @@ BLOCK_SIZE = families.BLOCK_SIZE
 TOLERANCE = 2e-4
 
 
-@pytest.fixture(params=RECURRENT)
+@pytest.fixture(params=sorted(RECURRENT))
 def family(request: pytest.FixtureRequest, tiny_family: Callable[[str], families.Conformance]) -> families.Conformance:
     return tiny_family(request.param)
 

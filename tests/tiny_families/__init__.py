@@ -1,4 +1,7 @@
-"""A tiny model folder of every served family, for conformance tests; a new family adds a module."""
+"""A tiny model folder of every served family, for conformance tests; a new family adds a module.
+
+Where torchvision is installed, only the families whose image processors need it are here, and elsewhere all others.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+from tests.torchvision_families import HAS_TORCHVISION, TORCHVISION_FAMILIES
+
 _SHARED = "parts"
 
 FAMILIES: dict[str, ModuleType] = {
     found.name: importlib.import_module(f"{__name__}.{found.name}")
     for found in pkgutil.iter_modules(__path__)
-    if found.name != _SHARED
+    if found.name != _SHARED and (found.name in TORCHVISION_FAMILIES) is HAS_TORCHVISION
 }
 """By name; each module has NAME, build(folder, *, seed=0) and load_processor(folder)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +21,6 @@ from decoder_svc.runner.attention import AttentionMetadata, current_step
 from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape, StepPlaces
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.activation import Activation, activation_of
-
-LAYER_TYPE = "linear_attention"
-# The name of the module in a layer.
-_CHILD = "linear_attn"
-
-
-def recurrent_layers(text: Any) -> frozenset[int]:
-    """Returns the recurrent layers of a text configuration."""
-    types = getattr(text, "layer_types", None) or ()
-    return frozenset(layer for layer, kind in enumerate(types) if kind == LAYER_TYPE)
 
 
 class DeltaStep(Protocol):
@@ -60,31 +50,11 @@ class DeltaStep(Protocol):
         ...  # fmt: skip
 
 
-class RecurrentLayers:
-    """The recurrent layers of a model, which compute steps from the states in their pools."""
+def install_delta_net(module: Any, dtype: torch.dtype, step: DeltaStep | None) -> StatePool:
+    """Replaces a module's `forward` in place, and returns the pool of its states.
 
-    def __init__(self, text_model: Any, dtype: torch.dtype, step: DeltaStep | None = None) -> None:
-        """Replaces the `forward` of the layers' modules in place.
-
-        `step` computes the tokens where it can; otherwise transformers' functions do.
-        """
-        self._pools: Mapping[int, StatePool] = {
-            layer: _install(getattr(text_model.layers[layer], _CHILD), dtype, step)
-            for layer in sorted(recurrent_layers(text_model.config))
-        }
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one state in all layers."""
-        return sum(pool.shape.num_bytes for pool in self._pools.values())
-
-    def allocate(self, num_slots: int, num_snapshots: int, device: torch.device) -> None:
-        """Allocates the states of all layers."""
-        for pool in self._pools.values():
-            pool.allocate(num_slots, num_snapshots, device)
-
-
-def _install(module: Any, dtype: torch.dtype, step: DeltaStep | None) -> StatePool:
+    `step` computes the tokens where it can; otherwise transformers' functions do.
+    """
     shape = StateShape(
         matrix=(module.num_v_heads, module.head_k_dim, module.head_v_dim),
         window=(module.conv_dim, module.conv_kernel_size - 1),

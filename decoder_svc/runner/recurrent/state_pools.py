@@ -21,7 +21,7 @@ from decoder_svc.scheduling.scheduler_output import StateUse
 class StateShape:
     """Shapes of one layer's state."""
 
-    # The recurrent matrix, [heads, key_dim, value_dim], float32.
+    # The recurrent matrix, [heads, key_dim, value_dim], float32; zeros if the layer has none.
     matrix: tuple[int, int, int]
     # The last inputs of the short convolution, [channels, kernel_size - 1].
     window: tuple[int, int]

@@ -17,7 +17,7 @@ from decoder_svc.prompt import text_tokenizer
 from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.service import LoadedText
 from lookonce.errors import InvalidParameterError
-from lookonce.model.rust_panics import RustPanicError
+from lookonce.model.libraries.rust_panics import RustPanicError
 from tests.rust_panic import GOOD_TEXT, PANICKING_TEXT, with_short_table
 
 CORPUS = ["what is in the picture", "a red square left of a blue circle", "image im age < > | _ start end"]

@@ -145,7 +145,7 @@ def test_start_up_runs_the_heaviest_step_once_and_keeps_nothing_of_it(runner: Wa
 # measured. The second process is a copy of the first one as it was after the imports.
 _PROFILES_TWO_STEPS = """
 import contextlib, os, pathlib, sys
-from lookonce.model.lean_transformers import import_lean_transformers
+from lookonce.model.libraries.lean_transformers import import_lean_transformers
 import_lean_transformers()
 from decoder_svc.runner.cpu import runner as cpu
 from decoder_svc.runner.cpu.native_stack import NativeStack

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lookonce.model.rust_panics import RustPanicError, call_rust
+from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from tests.rust_panic import panic
 
 

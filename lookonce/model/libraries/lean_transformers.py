@@ -4,44 +4,65 @@ Importing transformers' model code also imports `torch._dynamo`, for one class a
 `torch.distributed.tensor`, for models spread over several devices. The services use neither: nothing here is compiled
 by `torch.compile`, and a model runs on one device. ADR 21 has the reasons and the measurements.
 
-transformers also reads all of its 1,600 files of models to learn their names, and it does that twice.
+transformers also reads all of its 1,600 files of models to learn their names, and it does that twice. Where torchvision
+is installed, transformers imports it for image processors. It takes 52 MB and 1 s, so only models that need it get it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
+
+from lookonce.model.libraries import torchvision_import
 
 _COMPILER = "torch._dynamo"
 
 
-def import_lean_transformers(*, shows_progress: bool = True) -> None:
+def import_lean_transformers(*, needs_torchvision: bool = False, shows_progress: bool = True) -> None:
     """Imports transformers' model code. Call it once, before anything else imports transformers.
 
     The compiler itself is not changed: whatever asks for it later imports it. A process that has already imported
-    transformers is left as it is. With `shows_progress` False, loading a model shows no progress bars, which would
-    break a log of JSON lines.
+    transformers is left as it is. Without `needs_torchvision`, transformers does as if torchvision were not installed.
+    With `shows_progress` False, loading a model shows no progress bars, which would break a log of JSON lines.
     """
     if "transformers" not in sys.modules:
-        _import_lean()
+        with contextlib.nullcontext() if needs_torchvision else _without_torchvision():
+            _import_lean(needs_torchvision=needs_torchvision)
     if not shows_progress:
         import transformers.utils
 
         transformers.utils.logging.disable_progress_bar()
 
 
-def _import_lean() -> None:
+@contextlib.contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Hides torchvision, if nobody has imported it yet."""
+    if torchvision_import.PACKAGE in sys.modules:
+        yield
+        return
+    # With this entry, the interpreter neither finds nor imports it.
+    sys.modules[torchvision_import.PACKAGE] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[torchvision_import.PACKAGE]
+
+
+def _import_lean(*, needs_torchvision: bool) -> None:
     import torch
 
     stand_in = sys.modules.setdefault(_COMPILER, _CompilerStandIn())
     try:
         # transformers supports a torch without distributed tensors. It asks once, and remembers the answer.
         with mock.patch.object(torch.distributed, "is_available", return_value=False):
+            if needs_torchvision and torchvision_import.is_installed():
+                torchvision_import.import_torchvision()
             import transformers
 
             _import_models()
@@ -50,6 +71,7 @@ def _import_lean() -> None:
             import transformers.utils
 
             transformers.utils.is_torch_distributed_available()
+            transformers.utils.is_torchvision_available()
     finally:
         if isinstance(stand_in, _CompilerStandIn):
             # Its submodules would not become attributes of the real package. torchvision, where it is installed, has

@@ -58,7 +58,7 @@ LEAN = """
     import sys
     opened = []
     sys.addaudithook(lambda event, found: opened.append(str(found[0])) if event == "open" else None)
-    from lookonce.model.lean_transformers import import_lean_transformers
+    from lookonce.model.libraries.lean_transformers import import_lean_transformers
     import_lean_transformers()
     print(sum(name.endswith("modeling_clipseg.py") for name in opened))
 """
@@ -103,7 +103,7 @@ def test_names_and_masks_that_need_the_compiler_s_class_are_those_of_a_plain_imp
 def test_the_compiler_works_after_a_library_has_imported_parts_of_it_meanwhile() -> None:
     """Transformers imports torchvision, where it is installed, and torchvision imports parts of the compiler."""
     meanwhile = """
-        from lookonce.model import lean_transformers
+        from lookonce.model.libraries import lean_transformers
         import_models = lean_transformers._import_models
         def with_library():
             import torch._dynamo.utils

@@ -1,0 +1,88 @@
+"""Gated short convolutions (LFM2, arXiv:2511.23404) on the sequences of a step, in place of the modules' own `forward`.
+
+Such a layer has no matrix. Its state is the last inputs of the convolution. All tokens of a step are computed at once:
+in front of each sequence's tokens lie the inputs from its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoder_svc.runner.attention import current_step
+from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape, StepPlaces
+
+
+def install_short_convolution(module: Any, dtype: torch.dtype) -> StatePool:
+    """Replaces a module's `forward` in place, and returns the pool of its states."""
+    num_channels, _, num_taps = module.conv.weight.shape
+    pool = StatePool(StateShape(matrix=(0, 0, 0), window=(num_channels, num_taps - 1), dtype=dtype))
+    module.forward = _ShortConvolution(module, pool)
+    return pool
+
+
+class _ShortConvolution:
+    """The `forward` of one layer's module."""
+
+    def __init__(self, module: Any, pool: StatePool) -> None:
+        self._module = module
+        self._pool = pool
+        # [kernel_size, channels]
+        self._filters = module.conv.weight[:, 0].T.float().contiguous()
+        self._bias = None if module.conv.bias is None else module.conv.bias.float()
+
+    def __call__(self, hidden_states: Tensor, **_arguments: Any) -> Tensor:
+        """Takes and returns `[1, num_tokens, hidden_size]`."""
+        _, metadata = current_step()
+        uses, lengths = metadata.states, metadata.query_lens
+        starts = [kv_len - length for kv_len, length in zip(metadata.kv_lens, lengths, strict=True)]
+        gate_before, gate_after, values = self._module.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        places = self._pool.step_places(uses, starts, lengths)
+        windows = self._pool.read_windows(uses, starts).transpose(1, 2)
+        convolved, left = convolve(gate_before * values, windows, self._filters, self._bias, places)
+        self._pool.write_left_windows(places, left)
+        output: Tensor = self._module.out_proj((gate_after * convolved)[None])
+        return output
+
+
+def convolve(
+    inputs: Tensor, windows: Tensor, filters: Tensor, bias: Tensor | None, places: StepPlaces
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs `[num_tokens, channels]`, of the type of `inputs`, and the windows that are left.
+
+    `inputs` are `[num_tokens, channels]`, and `windows` those in front of each sequence's tokens, `[num_sequences,
+    kernel_size - 1, channels]`. `filters` are `[kernel_size, channels]`, and `bias` `[channels]`, both float32. Sums
+    are float32, in one order for any step. The returned windows are those of the sequences, then of the snapshots.
+    """
+    num_kept = windows.shape[1]
+    first_tokens = places.first_tokens.tolist()
+    parts: list[Tensor] = []
+    for window, (first, stop) in zip(windows, pairwise(first_tokens), strict=True):
+        parts += [window, inputs[first:stop]]
+    # Each sequence's window, then its tokens.
+    padded = torch.cat(parts)
+    num_outputs = len(padded) - num_kept
+    sums = padded[:num_outputs].float() * filters[0]
+    for tap in range(1, len(filters)):
+        sums += padded[tap : tap + num_outputs].float() * filters[tap]
+    if bias is not None:
+        sums += bias
+    rows = [index * num_kept + token for index, span in enumerate(pairwise(first_tokens)) for token in range(*span)]
+    outputs = sums[torch.tensor(rows, device=sums.device)].to(inputs.dtype)
+    return outputs, _left_windows(padded, first_tokens, num_kept, places)
+
+
+def _left_windows(padded: Tensor, first_tokens: Sequence[int], num_kept: int, places: StepPlaces) -> Tensor:
+    """Returns the last inputs of each sequence, then those that each snapshot has seen."""
+    begins = [index * num_kept + first for index, first in enumerate(first_tokens)]
+    ends = [*begins[1:]]
+    num_snapshots = [stop - first for first, stop in pairwise(places.first_snapshots.tolist())]
+    begin_of_each = [begin for begin, number in zip(begins, num_snapshots, strict=False) for _ in range(number)]
+    seen = places.snapshot_tokens.tolist()
+    ends += [begin + num_kept + tokens for begin, tokens in zip(begin_of_each, seen, strict=True)]
+    rows = torch.tensor([[*range(end - num_kept, end)] for end in ends], dtype=torch.int64, device=padded.device)
+    return padded[rows]
