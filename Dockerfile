@@ -23,13 +23,13 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
 WORKDIR /src
 RUN python -m venv /opt/lookonce
 ENV PATH=/opt/lookonce/bin:${PATH}
-# torch is installed first and alone. It is large and rarely changes, and no later step then fetches another build of
-# it.
+# torch is installed first, with the torchvision that goes with it. It is large and rarely changes, and no later step then
+# fetches another build of it. Services import torchvision for models that need it alone.
 COPY constraints/cpu.txt constraints/
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --index-url "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/${COMPUTE}}" \
-        "$(grep '^torch==' constraints/cpu.txt)"
+        "$(grep '^torch==' constraints/cpu.txt)" "$(grep '^torchvision==' constraints/cpu.txt)"
 # The wheel's build generates the gRPC stubs from protos/.
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos protos

@@ -10,8 +10,14 @@ TESTS ?=
 JOBS ?= 3
 
 BIN := .venv/bin
+# The exit status of pytest when no test was selected.
+NO_TESTS := 5
 INSTALLED := .venv/.installed
 TRITON := .venv/triton
+TORCHVISION := .venv/torchvision
+# Folders and files with tests of families that need torchvision.
+TORCHVISION_TESTS := tests/test_tiny_models.py tests/parity tests/lookonce/families tests/lookonce/model \
+	tests/lookonce/local tests/e2e/test_torchvision_families.py
 AXE := .venv/axe-core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints/cpu.txt
 WHEEL := $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist
@@ -40,7 +46,10 @@ demo: $(INSTALLED) ## start all services, draw three pictures, ask six questions
 	@$(BIN)/python -m demo.run
 
 test: $(INSTALLED) ## all tests, and at the end why some were skipped
-	@$(BIN)/python -m pytest -m "not image" -rfEs --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(BIN)/python -m pytest -m "not image and not torchvision" -rfEs --numprocesses $(JOBS) --dist loadfile \
+		--no-loadscope-reorder $(TESTS)
+	@PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python -m pytest -m torchvision -rfEs --numprocesses $(JOBS) \
+		--dist loadfile --no-loadscope-reorder $(or $(TESTS),$(TORCHVISION_TESTS)) || test $$? = $(NO_TESTS)
 
 parity: $(INSTALLED) ## tests of answers and kernels, once at each level of kernels that this processor has
 	@$(BIN)/python -m tests.at_each_level -rfEs --numprocesses $(JOBS) --dist loadfile
@@ -133,7 +142,8 @@ clean: ## remove all installed and generated files
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and alone, so that no package with a version range fetches another build of it. Triton is
-# installed where only the tests of kernels look (the extra `gpu-test` says why). axe-core, which checks that the
+# installed where only the tests of kernels look (the extra `gpu-test` says why), and torchvision where only the tests of
+# models that need it do (tests/torchvision_families.py says why). axe-core, which checks that the
 # playground is accessible, is no Python package: npm has it.
 $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -145,6 +155,7 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PIP) --editable ".[serve,gateway,heic,dev]"
 	@test "$$(uname -s)" != Linux || { rm -rf $(TRITON) \
 		&& $(PIP) --no-deps --target $(TRITON) "$$(grep '^triton==' constraints/cpu.txt)"; }
+	@rm -rf $(TORCHVISION) && $(PIP) --no-deps --target $(TORCHVISION) "$$(grep '^torchvision==' constraints/cpu.txt)"
 	@rm -rf $(AXE) && mkdir $(AXE) && if command -v npm >/dev/null; then \
 		npm pack --silent --pack-destination $(AXE) axe-core@4.14.1 >/dev/null \
 			&& tar -xzf $(AXE)/axe-core-4.14.1.tgz -C $(AXE) package/axe.min.js \

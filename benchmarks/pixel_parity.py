@@ -1,9 +1,7 @@
 """How far are the pixels of the PIL image processors from those of torchvision? `--help` lists the options.
 
 Both process the same pictures for every family, and videos where it takes them, against transformers' video processors;
-differences are in steps of an 8-bit channel. Needs torchvision, which
-is no dependency: `pip install --target DIR --no-deps torchvision==0.28.0` beside torch 2.13, then `--torchvision DIR`.
-A CUDA build does beside CPU torch, since only resizing is used: its compiled operators are declared and never called.
+differences are in steps of an 8-bit channel. Needs torchvision, which `make venv` installs into .venv/torchvision.
 """
 
 from __future__ import annotations
@@ -24,8 +22,11 @@ import PIL.Image
 import torch
 
 from benchmarks import report
+from lookonce.model.libraries import torchvision_import
 
 _NAME = "pixel_parity"
+# Where `make venv` installs torchvision.
+TORCHVISION = pathlib.Path(sys.prefix) / "torchvision"
 # Tiny model, its video processor, and settings of it: bounds of each frame, and of all frames together.
 VIDEO_PROCESSORS: tuple[tuple[str, tuple[str, dict[str, Any]]], ...] = (
     ("qwen2_vl", ("Qwen2VLVideoProcessor", {"size": {"shortest_edge": 3136, "longest_edge": 200_000}})),
@@ -33,28 +34,6 @@ VIDEO_PROCESSORS: tuple[tuple[str, tuple[str, dict[str, Any]]], ...] = (
     ("qwen3_vl", ("Qwen3VLVideoProcessor", {"size": {"shortest_edge": 4096, "longest_edge": 400_000}})),
 )
 SIZES = ((80, 60), (640, 480), (1280, 720), (300, 400), (1000, 200))
-# torchvision describes these to the compiler when it is imported, so they must be declared.
-_DESCRIBED = (
-    "nms(Tensor a, Tensor b, float c) -> Tensor",
-    "qnms(Tensor a, Tensor b, float c) -> Tensor",
-    "roi_align(Tensor a, Tensor b, float c, SymInt d, SymInt e, int f, bool g) -> Tensor",
-    "_roi_align_backward(Tensor a, Tensor b, float c, SymInt d, SymInt e, SymInt f, SymInt g, SymInt h, SymInt i, "
-    "int j, bool k) -> Tensor",
-    "roi_pool(Tensor a, Tensor b, float c, SymInt d, SymInt e) -> (Tensor, Tensor)",
-    "_roi_pool_backward(Tensor a, Tensor b, Tensor c, float d, SymInt e, SymInt f, SymInt g, SymInt h, SymInt i, "
-    "SymInt j) -> Tensor",
-    "ps_roi_align(Tensor a, Tensor b, float c, SymInt d, SymInt e, int f) -> (Tensor, Tensor)",
-    "_ps_roi_align_backward(Tensor a, Tensor b, Tensor c, float d, SymInt e, SymInt f, int g, SymInt h, SymInt i, "
-    "SymInt j, SymInt k) -> Tensor",
-    "ps_roi_pool(Tensor a, Tensor b, float c, SymInt d, SymInt e) -> (Tensor, Tensor)",
-    "_ps_roi_pool_backward(Tensor a, Tensor b, Tensor c, float d, SymInt e, SymInt f, SymInt g, SymInt h, SymInt i, "
-    "SymInt j) -> Tensor",
-    "deform_conv2d(Tensor a, Tensor b, Tensor c, Tensor d, Tensor e, SymInt f, SymInt g, SymInt h, SymInt i, SymInt j, "
-    "SymInt k, SymInt l, SymInt m, bool n) -> Tensor",
-    "_deform_conv2d_backward(Tensor a, Tensor b, Tensor c, Tensor d, Tensor e, Tensor f, SymInt g, SymInt h, SymInt i, "
-    "SymInt j, SymInt k, SymInt l, SymInt m, SymInt n, bool o) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "_cuda_version() -> int",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +49,17 @@ class Difference:
 def main(given: Sequence[str] | None = None) -> None:
     """Compares every family, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
-    parser.add_argument("--torchvision", type=pathlib.Path, help="folder that torchvision was installed into")
+    parser.add_argument(
+        "--torchvision", type=pathlib.Path, default=TORCHVISION, help="folder that torchvision was installed into"
+    )
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     version = _import_torchvision(arguments.torchvision)
     # Imported late: transformers looks for torchvision once, when it is imported.
-    from tests.tiny_families import FAMILIES
+    from tests.tiny_families import ALL_FAMILIES as FAMILIES
+    from tests.torchvision_families import TORCHVISION_FAMILIES
 
-    names, videos = sorted(FAMILIES), VIDEO_PROCESSORS
+    names, videos = sorted(FAMILIES.keys() - TORCHVISION_FAMILIES), VIDEO_PROCESSORS
     if arguments.quick:
         names, videos = ["llava_siglip"], videos[:1]
     differences = [compare(FAMILIES[name]) for name in names]
@@ -154,15 +136,9 @@ def _steps(pil: Any, other: Any, image: PIL.Image.Image) -> torch.Tensor:
     return (one - two).abs() * scale
 
 
-def _import_torchvision(folder: pathlib.Path | None) -> str:
-    if folder is not None:
-        sys.path.insert(0, str(folder))
-        library = torch.library.Library("torchvision", "DEF")
-        for schema in _DESCRIBED:
-            library.define(schema)
-    import torchvision  # type: ignore[import-not-found,unused-ignore]
-
-    return str(torchvision.__version__).partition("+")[0]
+def _import_torchvision(folder: pathlib.Path) -> str:
+    sys.path.insert(0, str(folder))
+    return str(torchvision_import.import_torchvision().__version__).partition("+")[0]
 
 
 def _section(differences: Sequence[Difference], version: str) -> str:

@@ -1,6 +1,6 @@
 """A tiny model folder of every served family, for conformance tests; a new family adds a module.
 
-Where torchvision is installed, only the families whose image processors need it are here, and elsewhere all others.
+Where torchvision is installed, only the families whose image processors need it are tested, and elsewhere all others.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from tests.torchvision_families import HAS_TORCHVISION, TORCHVISION_FAMILIES
 
 _SHARED = "parts"
 
-FAMILIES: dict[str, ModuleType] = {
+ALL_FAMILIES: dict[str, ModuleType] = {
     found.name: importlib.import_module(f"{__name__}.{found.name}")
     for found in pkgutil.iter_modules(__path__)
-    if found.name != _SHARED and (found.name in TORCHVISION_FAMILIES) is HAS_TORCHVISION
+    if found.name != _SHARED
 }
 """By name; each module has NAME, build(folder, *, seed=0) and load_processor(folder)."""
+FAMILIES = {name: one for name, one in ALL_FAMILIES.items() if (name in TORCHVISION_FAMILIES) is HAS_TORCHVISION}
+"""Those that are tested in this process."""

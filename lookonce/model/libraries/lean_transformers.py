@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import pathlib
 import sys
 import types
@@ -21,6 +22,8 @@ from unittest import mock
 
 from lookonce.model.libraries import torchvision_import
 
+logger = logging.getLogger(__name__)
+
 _COMPILER = "torch._dynamo"
 
 
@@ -28,16 +31,25 @@ def import_lean_transformers(*, needs_torchvision: bool = False, shows_progress:
     """Imports transformers' model code. Call it once, before anything else imports transformers.
 
     The compiler itself is not changed: whatever asks for it later imports it. A process that has already imported
-    transformers is left as it is. Without `needs_torchvision`, transformers does as if torchvision were not installed.
-    With `shows_progress` False, loading a model shows no progress bars, which would break a log of JSON lines.
+    transformers is left as it is. Without `needs_torchvision`, or where torchvision cannot be imported, transformers
+    does as if it were not installed. With `shows_progress` False, loading a model shows no progress bars, which would
+    break a log of JSON lines.
     """
     if "transformers" not in sys.modules:
-        with contextlib.nullcontext() if needs_torchvision else _without_torchvision():
-            _import_lean(needs_torchvision=needs_torchvision)
+        _import_lean(needs_torchvision=needs_torchvision)
     if not shows_progress:
         import transformers.utils
 
         transformers.utils.logging.disable_progress_bar()
+
+
+def _can_import_torchvision() -> bool:
+    try:
+        torchvision_import.import_torchvision()
+    except ImportError as error:
+        logger.warning("torchvision cannot be imported: %s", error)
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -60,9 +72,10 @@ def _import_lean(*, needs_torchvision: bool) -> None:
     stand_in = sys.modules.setdefault(_COMPILER, _CompilerStandIn())
     try:
         # transformers supports a torch without distributed tensors. It asks once, and remembers the answer.
-        with mock.patch.object(torch.distributed, "is_available", return_value=False):
-            if needs_torchvision and torchvision_import.is_installed():
-                torchvision_import.import_torchvision()
+        with (
+            mock.patch.object(torch.distributed, "is_available", return_value=False),
+            contextlib.nullcontext() if needs_torchvision and _can_import_torchvision() else _without_torchvision(),
+        ):
             import transformers
 
             _import_models()

@@ -43,7 +43,7 @@ _DESCRIBED = (
 
 def is_installed() -> bool:
     """Whether there is a package of this name."""
-    return PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
+    return sys.modules.get(PACKAGE) is not None or importlib.util.find_spec(PACKAGE) is not None
 
 
 @functools.cache
