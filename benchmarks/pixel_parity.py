@@ -25,8 +25,8 @@ from benchmarks import report
 from lookonce.model.libraries import torchvision_import
 
 _NAME = "pixel_parity"
-# Where `make venv` installs torchvision.
-TORCHVISION = pathlib.Path(sys.prefix) / "torchvision"
+# Here `make venv` installs torchvision.
+INSTALLED = pathlib.Path(sys.prefix) / "torchvision"
 # Tiny model, its video processor, and settings of it: bounds of each frame, and of all frames together.
 VIDEO_PROCESSORS: tuple[tuple[str, tuple[str, dict[str, Any]]], ...] = (
     ("qwen2_vl", ("Qwen2VLVideoProcessor", {"size": {"shortest_edge": 3136, "longest_edge": 200_000}})),
@@ -50,7 +50,10 @@ def main(given: Sequence[str] | None = None) -> None:
     """Compares every family, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument(
-        "--torchvision", type=pathlib.Path, default=TORCHVISION, help="folder that torchvision was installed into"
+        "--torchvision",
+        type=pathlib.Path,
+        default=pathlib.Path(sys.prefix) / "torchvision",
+        help="folder that torchvision was installed into",
     )
     report.add_quick(parser)
     arguments = parser.parse_args(given)

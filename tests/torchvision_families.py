@@ -6,8 +6,13 @@ Where it is, transformers treats images of other families differently, and so wo
 
 from __future__ import annotations
 
+import pathlib
+import sys
+
 from lookonce.model.libraries import torchvision_import
 
-# Names of tiny families.
+# These are names of tiny families.
 TORCHVISION_FAMILIES = frozenset({"lfm2_vl"})
+# Here `make venv` installs torchvision.
+INSTALLED = pathlib.Path(sys.prefix) / "torchvision"
 HAS_TORCHVISION = torchvision_import.is_installed()

@@ -6,9 +6,10 @@ The services run in this process, except where the script measures processes.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import pathlib
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -154,8 +155,12 @@ def test_image_light(quick: Any) -> None:
     assert only["split"]["num_encoded_rows"] == only["single"]["num_encoded_rows"] == 72
 
 
-def test_pixel_parity(quick: Any) -> None:
-    assert all(one["largest"] < 10 for one in quick("pixel_parity")["differences"])
+def test_pixel_parity() -> None:
+    """A process of its own, because transformers looks for torchvision once."""
+    command = [sys.executable, "-m", "benchmarks.pixel_parity", "--quick"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    figures = json.loads(printed.splitlines()[-1])
+    assert all(0 < one["largest"] < 10 for one in figures["differences"])
 
 
 def test_busy_step(quick: Any, library: None) -> None:

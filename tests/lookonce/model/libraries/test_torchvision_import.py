@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-# Where `make venv` installs torchvision: for the tests of models that need it.
-INSTALLED = pathlib.Path(sys.prefix) / "torchvision"
-# What importing torchvision's wheel for CUDA beside PyTorch for CPUs says.
+from tests.torchvision_families import INSTALLED
+
+# Importing torchvision's wheel for CUDA beside PyTorch for CPUs does this.
 NO_OPERATORS = 'raise RuntimeError("operator torchvision::nms does not exist")'
 
 IMPORTS = """
