@@ -25,7 +25,8 @@ from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaB
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.recurrent.delta_net import DeltaStep
-from decoder_svc.runner.recurrent.recurrent_layers import RecurrentLayers
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers
+from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
 
@@ -105,17 +106,20 @@ def _layer(config: Qwen3_5TextConfig, dtype: torch.dtype, lengths: Sequence[int]
     torch.manual_seed(0)
     module = Qwen3_5GatedDeltaNet(config, 0).to(dtype)
     recurrent = RecurrentLayers(
-        SimpleNamespace(layers=[SimpleNamespace(linear_attn=module)], config=config), dtype, step
+        SimpleNamespace(layers=[SimpleNamespace(linear_attn=module)], config=config), dtype, RecurrentKernels(step)
     )
-    recurrent.allocate(num_sequences, 0, torch.device("cpu"))
+    recurrent.allocate(PoolSizes(num_sequences, 0), torch.device("cpu"))
+    states = tuple(StateUse(slot, None, ()) for slot in range(num_sequences))
+    kv_lens = tuple(1 + length for length in lengths)
     metadata = AttentionMetadata(
         full=BlockMetadata(torch.arange(sum(lengths)), (), ()),
         sliding=None,
         query_lens=tuple(lengths),
-        kv_lens=tuple(1 + length for length in lengths),
+        kv_lens=kv_lens,
         mutual_spans=((),) * num_sequences,
         is_mutual_beyond_window=False,
-        states=tuple(StateUse(slot, None, ()) for slot in range(num_sequences)),
+        states=states,
+        state_step=StateStep.of(state_arrays(states, kv_lens, lengths, recurrent.sizes), lambda one: one),
     )
     backend = SdpaBackend()
 

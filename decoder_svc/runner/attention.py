@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedStep
+from decoder_svc.runner.recurrent.state_step import StateStep
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import StateUse
 
@@ -57,6 +58,8 @@ class AttentionMetadata:
     paged: PagedStep | None = None
     # Per sequence: the states of recurrent layers; empty for a model without such layers.
     states: tuple[StateUse, ...] = ()
+    # The same as tensors; None for a model without such layers.
+    state_step: StateStep | None = None
 
 
 @dataclass(frozen=True, slots=True)

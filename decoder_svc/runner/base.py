@@ -35,8 +35,8 @@ from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
 from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
-from decoder_svc.runner.recurrent.delta_net import DeltaStep
-from decoder_svc.runner.recurrent.recurrent_layers import RecurrentLayers, recurrent_layers
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers, recurrent_layers
+from decoder_svc.runner.recurrent.state_step import PoolSizes
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampled.constrained_sample import begin_masks, launch_sample
@@ -88,8 +88,8 @@ class ModelRunnerBase(ABC):
     # Whether late layers that read the keys of others may compute only the sampled tokens. Steps may then have any
     # number of tokens, and are not recorded.
     computes_any_tokens = False
-    # The device's kernel for gated delta nets; None: there is none.
-    delta_step: DeltaStep | None = None
+    # The device's kernels for recurrent layers.
+    recurrent_kernels = RecurrentKernels()
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         self.config = config
@@ -180,7 +180,9 @@ class ModelRunnerBase(ABC):
             )
         if len(recurrent_layers(text)) == text.num_hidden_layers:
             raise ModelFolderError(f"{named} only; a layer with full attention is needed")
-        return RecurrentLayers(getattr(self.model.model, text_child(self.model)), self.model.dtype, self.delta_step)
+        return RecurrentLayers(
+            getattr(self.model.model, text_child(self.model)), self.model.dtype, self.recurrent_kernels
+        )
 
     def _load_adapters(self) -> None:
         """Raises ModelFolderError for an adapter that does not fit the model, ConfigurationError if none is served."""
@@ -247,8 +249,9 @@ class ModelRunnerBase(ABC):
         self.backend.allocate(spec, num_blocks + 1, num_sliding_blocks + 1, self.device)
         self.batch.set_num_blocks(num_blocks, num_sliding_blocks)
         if self.recurrent is not None:
-            self.recurrent.allocate(self.config.max_num_seqs, num_snapshots, self.device)
-            num_mib = (self.config.max_num_seqs + num_snapshots) * self.recurrent.state_bytes / 2**20
+            sizes = PoolSizes(self.config.max_num_seqs, num_snapshots)
+            self.recurrent.allocate(sizes, self.device)
+            num_mib = sizes.num_states * self.recurrent.state_bytes / 2**20
             logger.info("recurrent layers: %d snapshots, %.1f MiB with the states", num_snapshots, num_mib)
         # Recorded graphs hold the addresses of the old pools.
         self.graphs = None
@@ -454,6 +457,7 @@ class ModelRunnerBase(ABC):
                     move,
                     reads_tensors=self.backend.reads_tensors,
                     is_mutual_beyond_window=self.family.mask is Mask.PROMPT,
+                    state_step=None if self.recurrent is None else self.recurrent.step(flat, move),
                 ),
                 token_ids=move(torch.from_numpy(flat.token_ids)),
                 sampled_indexes=move(torch.from_numpy(flat.sampled_indexes)),

@@ -10,6 +10,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.runner.paged_step import Move, PagedBlocks, PagedStep, paged_step
+from decoder_svc.runner.recurrent.state_step import StateStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,12 @@ class Embedded:
 
 
 def step_metadata(
-    flat: FlatInputs, move: Move, *, reads_tensors: bool, is_mutual_beyond_window: bool
+    flat: FlatInputs,
+    move: Move,
+    *,
+    reads_tensors: bool,
+    is_mutual_beyond_window: bool,
+    state_step: StateStep | None = None,
 ) -> AttentionMetadata:
     """Returns the metadata of any step. `reads_tensors` is the backend's."""
     paged = paged_step(flat, move, is_mutual_beyond_window=is_mutual_beyond_window) if reads_tensors else None
@@ -54,6 +60,7 @@ def step_metadata(
         is_mutual_beyond_window=is_mutual_beyond_window,
         paged=paged,
         states=flat.states,
+        state_step=state_step,
     )
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES
-from decoder_svc.runner.recurrent.state_pools import StepPlaces
+from decoder_svc.runner.recurrent.state_pools import StatePool
+from decoder_svc.runner.recurrent.state_step import StateStep
 from lookonce.model.kernels.native_library import NativeLibrary
 
 # A row of a state must be whole vectors.
@@ -43,39 +44,39 @@ class NativeDeltaStep:
     def __call__(
         self,
         mixed: Tensor,
-        windows: Tensor,
+        pool: StatePool,
         filters: Tensor,
         decay: Tensor,
         beta: Tensor,
-        places: StepPlaces,
+        step: StateStep,
         num_key_heads: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Implements DeltaStep.__call__ with one call of the kernel, on all threads."""
-        mixed, windows = mixed.contiguous(), windows.contiguous()
+        mixed, windows = mixed.contiguous(), pool.windows_before(step).contiguous()
         filters, kept, beta = (one.float().contiguous() for one in (filters, decay.float().exp().T, beta.T))
-        _, num_value_heads, key_dim, value_dim = places.matrices.shape
-        (num_sequences, num_inputs, num_channels), num_snapshots = windows.shape, len(places.snapshot_states)
+        _, num_value_heads, key_dim, value_dim = pool.matrices.shape
+        (num_sequences, num_inputs, num_channels), num_snapshots = windows.shape, len(step.snapshot_states)
         assert num_channels == 2 * num_key_heads * key_dim + num_value_heads * value_dim, "queries, keys and values"
         assert mixed.shape[1] == num_channels
         assert kept.shape == beta.shape
-        assert len(mixed) == len(decay) == places.first_tokens[-1]
+        assert len(mixed) == len(decay) == step.first_tokens[-1]
         assert windows.dtype == mixed.dtype
         assert filters.shape == (num_inputs + 1, num_channels)
         left = torch.empty((num_sequences + num_snapshots, num_inputs, num_channels), dtype=mixed.dtype)
         output = torch.empty((num_value_heads, len(mixed), value_dim), dtype=torch.float32)
-        step = _DeltaStep(
+        given = _DeltaStep(
             mixed=mixed.data_ptr(),
             windows=windows.data_ptr(),
             filter=filters.data_ptr(),
             kept=kept.data_ptr(),
             beta=beta.data_ptr(),
-            matrices=places.matrices.data_ptr(),
-            sources=places.sources.data_ptr(),
-            targets=places.targets.data_ptr(),
-            first_tokens=places.first_tokens.data_ptr(),
-            first_snapshots=places.first_snapshots.data_ptr(),
-            snapshot_tokens=places.snapshot_tokens.data_ptr(),
-            snapshot_states=places.snapshot_states.data_ptr(),
+            matrices=pool.matrices.data_ptr(),
+            sources=step.sources.data_ptr(),
+            targets=step.targets.data_ptr(),
+            first_tokens=step.first_tokens.data_ptr(),
+            first_snapshots=step.first_snapshots.data_ptr(),
+            snapshot_tokens=step.snapshot_tokens.data_ptr(),
+            snapshot_states=step.snapshot_states.data_ptr(),
             left_windows=left.data_ptr(),
             output=output.data_ptr(),
             num_sequences=num_sequences,
@@ -86,5 +87,6 @@ class NativeDeltaStep:
             window=num_inputs,
         )
         function = self._library.function(f"lookonce_delta_step_{DTYPE_NAMES[mixed.dtype]}")
-        function(ctypes.byref(step), ctypes.c_int64(self._num_threads))
-        return output.transpose(0, 1), left
+        function(ctypes.byref(given), ctypes.c_int64(self._num_threads))
+        pool.write_left_windows(step, left)
+        return output.transpose(0, 1)

@@ -21,6 +21,7 @@ from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.parallel.split_model import split_model
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.kernel_choice import NATIVE
@@ -98,7 +99,7 @@ class CPUModelRunner(ModelRunnerBase):
         self.backend = cpu_attention(self.model.dtype, head_dims, self.config.block_size, num_threads)
         if isinstance(self.backend, NativeBackend):
             self.sampler = NativeSampler(self.backend.library, num_threads)
-            self.delta_step = NativeDeltaStep(self.backend.library, num_threads)
+            self.recurrent_kernels = RecurrentKernels(NativeDeltaStep(self.backend.library, num_threads))
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures resident memory, and the free memory of machine and container."""

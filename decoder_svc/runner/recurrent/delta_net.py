@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from decoder_svc.runner.attention import AttentionMetadata, current_step
-from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape, StepPlaces
+from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape
+from decoder_svc.runner.recurrent.state_step import StateStep
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.activation import Activation, activation_of
 
@@ -33,19 +34,17 @@ class DeltaStep(Protocol):
     def __call__(
         self,
         mixed: Tensor,
-        windows: Tensor,
+        pool: StatePool,
         filters: Tensor,
         decay: Tensor,
         beta: Tensor,
-        places: StepPlaces,
+        step: StateStep,
         num_key_heads: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Changes the matrices in place. Returns outputs `[num_tokens, value_heads, value_dim]`, float32, and windows.
+    ) -> Tensor:
+        """Changes the states in the pool. Returns outputs `[num_tokens, value_heads, value_dim]`, float32.
 
-        `mixed` has the queries, keys and values of all heads in front of the convolution, `[num_tokens, channels]`, and
-        `windows` the inputs in front of each sequence's tokens, `[num_sequences, kernel_size - 1, channels]`. `filters`
-        is `[kernel_size, channels]`; `decay`, natural logarithms, and `beta` are `[num_tokens, value_heads]`. The
-        returned windows are those of the sequences, then of the snapshots.
+        `mixed` has the queries, keys and values of all heads in front of the convolution, `[num_tokens, channels]`.
+        `filters` is `[kernel_size, channels]`; `decay`, natural logarithms, and `beta` are `[num_tokens, value_heads]`.
         """
         ...  # fmt: skip
 
@@ -94,25 +93,16 @@ class _DeltaNet:
         beta = module.in_proj_b(hidden_states)[0].sigmoid()
         decay = -module.A_log.float().exp() * F.softplus(module.in_proj_a(hidden_states)[0].float() + module.dt_bias)
         if self._native is not None:
-            attended = self._by_kernel(self._native, metadata, mixed, beta, decay).to(gate.dtype)
+            assert metadata.state_step is not None, "the runner gives it for a model with recurrent layers"
+            attended = self._native(
+                mixed, self._pool, self._filters, decay, beta, metadata.state_step, module.num_k_heads
+            ).to(gate.dtype)
         else:
             attended = torch.empty_like(gate)
             self._single_tokens(metadata, mixed, beta, decay, attended)
             self._chunks(metadata, mixed, beta, decay, attended)
         normed = module.norm(attended.flatten(0, 1), gate.flatten(0, 1))
         output: Tensor = module.out_proj(normed.view(1, len(mixed), -1))
-        return output
-
-    def _by_kernel(
-        self, kernel: DeltaStep, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor
-    ) -> Tensor:
-        """Computes all sequences, `[num_tokens, heads, value_dim]`, float32."""
-        uses, lengths = metadata.states, metadata.query_lens
-        starts = [kv_len - length for kv_len, length in zip(metadata.kv_lens, lengths, strict=True)]
-        windows = self._pool.read_windows(uses, starts).transpose(1, 2)
-        places = self._pool.step_places(uses, starts, lengths)
-        output, left = kernel(mixed, windows, self._filters, decay, beta, places, self._module.num_k_heads)
-        self._pool.write_left_windows(places, left)
         return output
 
     def _single_tokens(

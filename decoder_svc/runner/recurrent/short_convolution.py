@@ -8,28 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from decoder_svc.runner.attention import current_step
-from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape, StepPlaces
+from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape
+from decoder_svc.runner.recurrent.state_step import StateStep
 
 
-def install_short_convolution(module: Any, dtype: torch.dtype) -> StatePool:
-    """Replaces a module's `forward` in place, and returns the pool of its states."""
+class ConvolutionStep(Protocol):
+    """A kernel for the new tokens of several sequences."""
+
+    def __call__(
+        self, inputs: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep
+    ) -> Tensor:
+        """Changes the windows in the pool. Returns the outputs `[num_tokens, channels]`, of the type of `inputs`.
+
+        `inputs` are `[num_tokens, channels]`. `filters` are `[kernel_size, channels]`, and `bias` `[channels]`, both
+        float32.
+        """
+        ...  # fmt: skip
+
+
+def install_short_convolution(module: Any, dtype: torch.dtype, kernel: ConvolutionStep | None) -> StatePool:
+    """Replaces a module's `forward` in place, and returns the pool of its states. None: PyTorch computes."""
     num_channels, _, num_taps = module.conv.weight.shape
     pool = StatePool(StateShape(matrix=(0, 0, 0), window=(num_channels, num_taps - 1), dtype=dtype))
-    module.forward = _ShortConvolution(module, pool)
+    module.forward = _ShortConvolution(module, pool, kernel or convolve)
     return pool
 
 
 class _ShortConvolution:
     """The `forward` of one layer's module."""
 
-    def __init__(self, module: Any, pool: StatePool) -> None:
+    def __init__(self, module: Any, pool: StatePool, kernel: ConvolutionStep) -> None:
         self._module = module
+        self._kernel = kernel
         self._pool = pool
         # [kernel_size, channels]
         self._filters = module.conv.weight[:, 0].T.float().contiguous()
@@ -38,28 +54,19 @@ class _ShortConvolution:
     def __call__(self, hidden_states: Tensor, **_arguments: Any) -> Tensor:
         """Takes and returns `[1, num_tokens, hidden_size]`."""
         _, metadata = current_step()
-        uses, lengths = metadata.states, metadata.query_lens
-        starts = [kv_len - length for kv_len, length in zip(metadata.kv_lens, lengths, strict=True)]
+        assert metadata.state_step is not None, "the runner gives it for a model with recurrent layers"
         gate_before, gate_after, values = self._module.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        places = self._pool.step_places(uses, starts, lengths)
-        windows = self._pool.read_windows(uses, starts).transpose(1, 2)
-        convolved, left = convolve(gate_before * values, windows, self._filters, self._bias, places)
-        self._pool.write_left_windows(places, left)
+        inputs = gate_before * values
+        convolved = self._kernel(inputs, self._pool, self._filters, self._bias, metadata.state_step)
         output: Tensor = self._module.out_proj((gate_after * convolved)[None])
         return output
 
 
-def convolve(
-    inputs: Tensor, windows: Tensor, filters: Tensor, bias: Tensor | None, places: StepPlaces
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs `[num_tokens, channels]`, of the type of `inputs`, and the windows that are left.
-
-    `inputs` are `[num_tokens, channels]`, and `windows` those in front of each sequence's tokens, `[num_sequences,
-    kernel_size - 1, channels]`. `filters` are `[kernel_size, channels]`, and `bias` `[channels]`, both float32. Sums
-    are float32, in one order for any step. The returned windows are those of the sequences, then of the snapshots.
-    """
+def convolve(inputs: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep) -> Tensor:
+    """Implements `ConvolutionStep` with operators of PyTorch. Sums are float32, in one order for any step."""
+    windows = pool.windows_before(step)
     num_kept = windows.shape[1]
-    first_tokens = places.first_tokens.tolist()
+    first_tokens = step.first_tokens.tolist()
     parts: list[Tensor] = []
     for window, (first, stop) in zip(windows, pairwise(first_tokens), strict=True):
         parts += [window, inputs[first:stop]]
@@ -73,16 +80,17 @@ def convolve(
         sums += bias
     rows = [index * num_kept + token for index, span in enumerate(pairwise(first_tokens)) for token in range(*span)]
     outputs = sums[torch.tensor(rows, device=sums.device)].to(inputs.dtype)
-    return outputs, _left_windows(padded, first_tokens, num_kept, places)
+    pool.write_left_windows(step, _left_windows(padded, first_tokens, num_kept, step))
+    return outputs
 
 
-def _left_windows(padded: Tensor, first_tokens: Sequence[int], num_kept: int, places: StepPlaces) -> Tensor:
+def _left_windows(padded: Tensor, first_tokens: Sequence[int], num_kept: int, step: StateStep) -> Tensor:
     """Returns the last inputs of each sequence, then those that each snapshot has seen."""
     begins = [index * num_kept + first for index, first in enumerate(first_tokens)]
     ends = [*begins[1:]]
-    num_snapshots = [stop - first for first, stop in pairwise(places.first_snapshots.tolist())]
+    num_snapshots = [stop - first for first, stop in pairwise(step.first_snapshots.tolist())]
     begin_of_each = [begin for begin, number in zip(begins, num_snapshots, strict=False) for _ in range(number)]
-    seen = places.snapshot_tokens.tolist()
+    seen = step.snapshot_tokens.tolist()
     ends += [begin + num_kept + tokens for begin, tokens in zip(begin_of_each, seen, strict=True)]
     rows = torch.tensor([[*range(end - num_kept, end)] for end in ends], dtype=torch.int64, device=padded.device)
     return padded[rows]

@@ -18,12 +18,14 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape
+from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
 
 pytestmark = pytest.mark.usefixtures("library")
 
 NUM_SLOTS, NUM_SNAPSHOTS = 6, 4
+POOL = PoolSizes(NUM_SLOTS, NUM_SNAPSHOTS)
 WINDOW = 3
 
 
@@ -77,9 +79,9 @@ class Layer:
         self.sizes = sizes
         shape = StateShape((sizes.num_heads, sizes.key_dim, sizes.value_dim), (sum(sizes.parts), WINDOW), dtype)
         self.pool = StatePool(shape)
-        self.pool.allocate(NUM_SLOTS, NUM_SNAPSHOTS, torch.device("cpu"))
+        self.pool.allocate(POOL, torch.device("cpu"))
         generator = torch.Generator().manual_seed(1)
-        for states in (self.pool._matrices, self.pool._windows):
+        for states in (self.pool.matrices, self.pool.windows):
             states.copy_(torch.randn(states.shape, generator=generator))
         self.filters = torch.randn(WINDOW + 1, sum(sizes.parts), generator=generator)
         self._kernel = NativeDeltaStep(load_library(SOURCES), num_threads)
@@ -87,19 +89,17 @@ class Layer:
     def run(
         self, given_tokens: Tokens, uses: Sequence[StateUse], starts: Sequence[int], lengths: Sequence[int]
     ) -> Tensor:
-        windows = self.pool.read_windows(uses, starts).transpose(1, 2)
-        places = self.pool.step_places(uses, starts, lengths)
-        output, left = self._kernel(
+        kv_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
+        step = StateStep.of(state_arrays(uses, kv_lens, lengths, POOL), lambda one: one)
+        return self._kernel(
             given_tokens.mixed,
-            windows,
+            self.pool,
             self.filters,
             given_tokens.decay,
             given_tokens.beta,
-            places,
+            step,
             self.sizes.num_key_heads,
         )
-        self.pool.write_left_windows(places, left)
-        return output
 
     def reference(self, one: Tokens, window: Tensor, matrix: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """Returns a sequence's outputs, its matrices after each token, and all inputs of the convolution."""
@@ -150,7 +150,7 @@ def test_it_computes_transformers_recurrent_form_behind_a_convolution(sizes: Siz
         uses.append(StateUse(slot, loaded, tuple(taken)))
     given_tokens = tokens(sizes, sum(lengths), seed)
     begun = layer.pool.read(uses, starts)
-    before = layer.pool._matrices.clone(), layer.pool._windows.clone()
+    before = layer.pool.matrices.clone(), layer.pool.windows.clone()
     found = layer.run(given_tokens, uses, starts, lengths)
     changed = set()
     first = 0
@@ -163,10 +163,10 @@ def test_it_computes_transformers_recurrent_form_behind_a_convolution(sizes: Siz
         assert torch.allclose(found[part], expected, rtol=1e-4, atol=1e-4)
         for num_seen, state in [(length, use.slot), *((seen - start, NUM_SLOTS + to) for seen, to in use.taken)]:
             changed.add(state)
-            assert torch.allclose(layer.pool._matrices[state], matrices[num_seen - 1][0], rtol=1e-4, atol=1e-4)
-            assert torch.equal(layer.pool._windows[state], inputs[num_seen : num_seen + WINDOW].T)
+            assert torch.allclose(layer.pool.matrices[state], matrices[num_seen - 1][0], rtol=1e-4, atol=1e-4)
+            assert torch.equal(layer.pool.windows[state], inputs[num_seen : num_seen + WINDOW].T)
     others = [index for index in range(NUM_SLOTS + NUM_SNAPSHOTS) if index not in changed]
-    for states, old in zip((layer.pool._matrices, layer.pool._windows), before, strict=True):
+    for states, old in zip((layer.pool.matrices, layer.pool.windows), before, strict=True):
         assert torch.equal(states[others], old[others]), "other requests and snapshots stay"
 
 
@@ -193,8 +193,8 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(sizes: Sizes, seed:
         found = cut.run(both, uses, [7, start], [2, stop - start])
         assert torch.equal(found[2:], expected[start:stop])
     for state in (2, NUM_SLOTS + 1):
-        assert torch.equal(cut.pool._matrices[state], whole.pool._matrices[state])
-        assert torch.equal(cut.pool._windows[state], whole.pool._windows[state])
+        assert torch.equal(cut.pool.matrices[state], whole.pool.matrices[state])
+        assert torch.equal(cut.pool.windows[state], whole.pool.windows[state])
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,8 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(sizes: Sizes, seed:
     ],
 )
 def test_states_that_the_pool_does_not_have_are_refused(use: StateUse) -> None:
-    layer = Layer(Sizes(1, 1, 8, 1))
-    with pytest.raises(IndexError, match=f"a pool of {NUM_SLOTS} slots and {NUM_SNAPSHOTS} snapshots"):
-        layer.pool.step_places([use], [0], [3])
+    with pytest.raises(IndexError, match="is outside of PoolSizes"):
+        state_arrays([use], [3], [3], POOL)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
