@@ -299,6 +299,9 @@ class ModelRunnerBase(ABC):
             logger.warning("no graphs: in each layer, this model reads on the host which tokens belong to images")
             return
         sizes = GraphSizes(self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes)
+        if self.recurrent is not None and not self.recurrent.have_kernels:
+            logger.warning("no graphs: without kernels, recurrent layers read on the host where their states are")
+            return
         if self.adapters is not None:
             # Steps with adapters are never replayed.
             self.adapters.begin_step((), ())
@@ -328,6 +331,7 @@ class ModelRunnerBase(ABC):
             block_size=spec.block_size,
             full=pool(self.batch.num_blocks),
             sliding=None if spec.window is None else pool(self.batch.num_sliding_blocks),
+            states=None if self.recurrent is None else self.recurrent.sizes,
         )
 
     def _chunk_shape(self) -> ChunkShape:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
+from decoder_svc.runner.recurrent.state_step import StateStep
 
 # Copies a tensor from host memory to the device.
 Move = Callable[[Tensor], Tensor]
@@ -64,6 +65,8 @@ class PagedStep:
     # Upper bounds for every step that uses these tensors: new tokens, and all tokens, of one sequence.
     max_query_len: int
     max_kv_len: int
+    # States of recurrent layers; None for a model without such layers.
+    states: StateStep | None = None
 
 
 def paged_step(inputs: FlatInputs, move: Move, *, is_mutual_beyond_window: bool) -> PagedStep:

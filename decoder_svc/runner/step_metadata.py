@@ -78,6 +78,7 @@ def recorded_metadata(step: PagedStep) -> AttentionMetadata:
         mutual_spans=(),
         is_mutual_beyond_window=step.mutual is not None and step.mutual.is_beyond_window,
         paged=step,
+        state_step=step.states,
     )
 
 

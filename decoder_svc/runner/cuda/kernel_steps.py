@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput, SlidingTable
+from decoder_svc.scheduling.scheduler_output import (
+    AdmittedRequest,
+    ScheduledChunk,
+    SchedulerOutput,
+    SlidingTable,
+    StateUse,
+)
 from lookonce.families.base import Mask
 
 # Up to this many sequences share kernels (`triton_splits.py`).
@@ -24,7 +30,7 @@ MAX_NARROW_TOKENS = 128
 
 
 def kernel_steps(
-    max_num_seqs: int, mask: Mask, block_size: int, *, has_sliding_group: bool
+    max_num_seqs: int, mask: Mask, block_size: int, *, has_sliding_group: bool, has_states: bool = False
 ) -> Iterator[SchedulerOutput]:
     """Yields the steps, each followed by one that releases its requests. All tokens are in block 0."""
     later = (False,) if mask is Mask.CAUSAL else (False, True)
@@ -42,7 +48,18 @@ def kernel_steps(
         table = (0,) * -(-num_tokens // block_size)
         sliding = SlidingTable(0, 0, table) if has_sliding_group else None
         chunks = tuple(
-            ScheduledChunk(name, 0, num_tokens, 0, 0, table, samples=True, sliding=sliding) for name in names
+            ScheduledChunk(
+                name,
+                0,
+                num_tokens,
+                0,
+                0,
+                table,
+                samples=True,
+                sliding=sliding,
+                states=StateUse(slot, None, ()) if has_states else None,
+            )
+            for slot, name in enumerate(names)
         )
         yield SchedulerOutput(admitted, chunks, (), (), ())
         yield SchedulerOutput((), (), tuple(names), (), ())

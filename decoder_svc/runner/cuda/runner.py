@@ -26,6 +26,8 @@ from decoder_svc.runner.cuda.quantized_layers import (
 from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
+from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layers
 from decoder_svc.runner.sampling.device_penalties import DevicePenalties, Penalise, penalised_logits
 from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
@@ -52,6 +54,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     # Kernels and copies of a step are submitted to one stream.
     overlaps_steps = True
+    serves_recurrent_layers = True
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -99,12 +102,30 @@ class GPUModelRunner(ModelRunnerBase):
             spec = dataclasses.replace(self.get_kv_cache_spec(), is_rounded=False)
             num_axes = self.family.num_position_axes
             install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
+        self.recurrent_kernels = self._recurrent_kernels()
         vocab = self.model.get_output_embeddings().out_features
         penalties = DevicePenalties(
             self.config.max_num_seqs, vocab, self.device, self.transfer.move, _penalised_logits()
         )
         logger.info("counts of tokens, for penalties, take %.1f MiB", penalties.num_bytes / 2**20)
         self.sampler = Sampler(self.transfer.move, self.transfer.fetch, penalties)
+
+    def _recurrent_kernels(self) -> RecurrentKernels:
+        """Returns kernels for the model's recurrent layers, if it has any and they compute the right numbers here."""
+        text_model = getattr(self.model.model, text_child(self.model))
+        if not recurrent_layers(text_model.config):
+            return RecurrentKernels()
+        try:
+            triton = importlib.import_module("decoder_svc.runner.cuda.triton_recurrent")
+        except ImportError as error:
+            reason: str | None = f"Triton cannot be imported ({error})"
+        else:
+            kernels = RecurrentKernels(triton.TritonDeltaStep(), triton.convolve)
+            reason = wrong_kernel_reason(text_model, self.model.dtype, kernels, self.device)
+        if reason is None:
+            return kernels
+        logger.warning("recurrent layers: operators of PyTorch, and no graphs: %s", reason)
+        return RecurrentKernels()
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures the step's peak by PyTorch's allocator, and the memory of graphs by the driver."""
@@ -135,7 +156,8 @@ class GPUModelRunner(ModelRunnerBase):
         self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
         has_sliding_group = self.get_kv_cache_spec().window is not None
         sizes = self.config.max_num_seqs, self.family.mask, self.config.block_size
-        for step in kernel_steps(*sizes, has_sliding_group=has_sliding_group):
+        has_states = self.recurrent is not None
+        for step in kernel_steps(*sizes, has_sliding_group=has_sliding_group, has_states=has_states):
             self.execute_model(step)
 
     def capture_model(self) -> None:

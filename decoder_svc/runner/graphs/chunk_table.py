@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decoder_svc.runner.graphs.decode_table import Decoded, Feed, Record, StepShape, group_specs
 from decoder_svc.runner.graphs.inputs import BlockTable, InputBuffer, Spec, Staged, TableChanges
+from decoder_svc.runner.graphs.state_inputs import StateInputs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.runner.paged_step import MutualRanges, PagedBlocks, PagedStep, mutual_bounds
@@ -98,6 +99,7 @@ class ChunkGraphTable:
         self._tables = tables
         self._num_sequences = len(tables[0].entries) - 1
         size = self.sizes[-1]
+        self._states = None if shape.states is None else StateInputs(shape.states, size, self._num_sequences + 1)
         self._buffer = InputBuffer(self._specs(size), transfer)
         self._rows = torch.zeros(size, chunk_shape.row_elements, dtype=chunk_shape.dtype, device=transfer.device)
         self._replays: dict[int, Callable[[], Decoded]] = {}
@@ -145,6 +147,8 @@ class ChunkGraphTable:
                 kv_lens[:num_sequences] = flat.kv_lens
             if self._has_mutual:
                 self._fill_mutual(flat, size, staged)
+            if self._states is not None:
+                self._states.fill(flat, staged, query_starts)
             for index, table in enumerate(self._tables):
                 group = None if flat is None else (flat.full, flat.sliding)[index]
                 self._fill_group(group, size, index, table, staged)
@@ -206,6 +210,7 @@ class ChunkGraphTable:
             mutual=mutual,
             max_query_len=size,
             max_kv_len=self._shape.max_kv_len,
+            states=None if self._states is None else self._states.step(self._buffer, size, self._num_sequences + 1),
         )
         changes = tuple(
             table.recorded_changes(parts[f"places_{index}"], parts[f"blocks_{index}"])
@@ -235,4 +240,6 @@ class ChunkGraphTable:
             specs |= {"starts": (torch.int32, (size,)), "stops": (torch.int32, (size,))}
         for index in range(len(self._tables)):
             specs |= group_specs(index, size, num_sequences, _NUM_CHANGES)
+        if self._states is not None:
+            specs |= self._states.specs
         return specs

@@ -15,13 +15,16 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decoder_svc.runner.graphs.inputs import BlockTable, InputBuffer, PoolShape, Spec, TableChanges
+from decoder_svc.runner.graphs.state_inputs import StateInputs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
+from decoder_svc.runner.recurrent.state_step import PoolSizes
 
 _SMALL_SIZES = (1, 2, 4)
 _STEP = 8
@@ -83,6 +86,8 @@ class StepShape:
     full: PoolShape
     # None for a model without a sliding group.
     sliding: PoolShape | None
+    # Numbers of states of recurrent layers; None for a model without such layers.
+    states: PoolSizes | None = None
 
     @property
     def pools(self) -> tuple[PoolShape, ...]:
@@ -121,7 +126,8 @@ class GraphTable:
         self.sizes = tuple(sorted(sizes))
         self._shape = shape
         size = self.sizes[-1]
-        self._buffer = InputBuffer(_specs(size, shape), transfer)
+        self._states = None if shape.states is None else StateInputs(shape.states, size, size)
+        self._buffer = InputBuffer(_specs(size, shape, self._states), transfer)
         # The last row belongs to the padding of steps with prompt chunks.
         self.tables = tuple(BlockTable(size + 1, pool, transfer) for pool in shape.pools)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=transfer.device)
@@ -152,6 +158,8 @@ class GraphTable:
                 staged["kv_lens"][:num_tokens] = flat.kv_lens
             staged["token_ids"][num_tokens:], staged["positions"][:, num_tokens:] = 0, 0
             staged["kv_lens"][num_tokens:] = 1
+            if self._states is not None:
+                self._states.fill(flat, staged, np.arange(size + 1))
             groups = (None, None) if flat is None else (flat.full, flat.sliding)
             for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
                 slots, first_keys = staged[f"slot_mapping_{index}"], staged[f"first_keys_{index}"]
@@ -192,6 +200,7 @@ class GraphTable:
             mutual=None,
             max_query_len=1,
             max_kv_len=self._shape.max_kv_len,
+            states=None if self._states is None else self._states.step(self._buffer, size, size),
         )
         return DecodeInputs(
             parts["token_ids"][:size],
@@ -204,7 +213,7 @@ class GraphTable:
         )
 
 
-def _specs(size: int, shape: StepShape) -> dict[str, Spec]:
+def _specs(size: int, shape: StepShape, states: StateInputs | None) -> dict[str, Spec]:
     specs: dict[str, Spec] = {
         "token_ids": (torch.int64, (size,)),
         "positions": (torch.int64, (shape.num_position_axes, size)),
@@ -212,6 +221,8 @@ def _specs(size: int, shape: StepShape) -> dict[str, Spec]:
     }
     for index in range(len(shape.pools)):
         specs |= group_specs(index, size, size, size * _CHANGES_PER_TOKEN)
+    if states is not None:
+        specs |= states.specs
     return specs
 
 

@@ -49,40 +49,37 @@ class DeltaStep(Protocol):
         ...  # fmt: skip
 
 
-def install_delta_net(module: Any, dtype: torch.dtype, step: DeltaStep | None) -> StatePool:
-    """Replaces a module's `forward` in place, and returns the pool of its states.
-
-    `step` computes the tokens where it can; otherwise transformers' functions do.
-    """
-    shape = StateShape(
-        matrix=(module.num_v_heads, module.head_k_dim, module.head_v_dim),
-        window=(module.conv_dim, module.conv_kernel_size - 1),
-        dtype=dtype,
-    )
-    pool = StatePool(shape)
-    module.forward = _DeltaNet(module, pool, step)
-    return pool
-
-
 def _can_compute(step: DeltaStep, module: Any, dtype: torch.dtype) -> bool:
     """Whether a kernel computes a module: it knows no bias of the convolution, and one activation."""
     is_known = module.conv1d.bias is None and activation_of(ACT2FN[module.activation]) is Activation.SILU
     return is_known and step.can_compute(module.head_k_dim, module.head_v_dim, dtype)
 
 
-class _DeltaNet:
-    """The `forward` of one layer's module."""
+class DeltaNet:
+    """One layer: computes what its module's `forward` would, from the states in a pool."""
 
-    def __init__(self, module: Any, pool: StatePool, step: DeltaStep | None) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, step: DeltaStep | None) -> None:
+        """`step` computes the tokens where it can; otherwise transformers' functions do."""
         self._module = module
-        self._pool = pool
-        self._native = step if step is not None and _can_compute(step, module, pool.shape.dtype) else None
+        self.pool = StatePool(
+            StateShape(
+                matrix=(module.num_v_heads, module.head_k_dim, module.head_v_dim),
+                window=(module.conv_dim, module.conv_kernel_size - 1),
+                dtype=dtype,
+            )
+        )
+        self._kernel = step if step is not None and _can_compute(step, module, dtype) else None
         # [kernel_size, channels]
         self._filters = module.conv1d.weight[:, 0].T.float().contiguous()
         home = sys.modules[type(module).__module__]
         # Without the kernels of other packages, which transformers would use if they are installed.
         self._chunked: Callable[..., Any] = inspect.unwrap(home.torch_chunk_gated_delta_rule)
         self._recurrent: Callable[..., Any] = inspect.unwrap(home.torch_recurrent_gated_delta_rule)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel computes the layer, which reads no tensor on the host."""
+        return self._kernel is not None
 
     def __call__(self, hidden_states: Tensor, **_arguments: Any) -> Tensor:
         """Takes and returns `[1, num_tokens, hidden_size]`."""
@@ -92,10 +89,10 @@ class _DeltaNet:
         gate = module.in_proj_z(hidden_states)[0].unflatten(-1, (-1, module.head_v_dim))
         beta = module.in_proj_b(hidden_states)[0].sigmoid()
         decay = -module.A_log.float().exp() * F.softplus(module.in_proj_a(hidden_states)[0].float() + module.dt_bias)
-        if self._native is not None:
+        if self._kernel is not None:
             assert metadata.state_step is not None, "the runner gives it for a model with recurrent layers"
-            attended = self._native(
-                mixed, self._pool, self._filters, decay, beta, metadata.state_step, module.num_k_heads
+            attended = self._kernel(
+                mixed, self.pool, self._filters, decay, beta, metadata.state_step, module.num_k_heads
             ).to(gate.dtype)
         else:
             attended = torch.empty_like(gate)
@@ -119,20 +116,20 @@ class _DeltaNet:
         if not rows:
             return
         tokens = torch.tensor(rows, device=mixed.device)
-        inputs = torch.cat([self._pool.read_windows(uses, starts), mixed[tokens, :, None]], dim=-1)
+        inputs = torch.cat([self.pool.read_windows(uses, starts), mixed[tokens, :, None]], dim=-1)
         # Summed up here: the result of PyTorch's convolution may depend on the number of sequences.
         products = inputs.float() * self._module.conv1d.weight[:, 0].float()
         convolved = products.sum(-1).to(mixed.dtype)
-        matrices = self._pool.read_matrices(uses, starts)
+        matrices = self.pool.read_matrices(uses, starts)
         output, after = self._rule(
             self._recurrent, convolved[:, None], beta[tokens][:, None], decay[tokens][:, None], matrices
         )
-        self._pool.write_matrices(uses, after)
+        self.pool.write_matrices(uses, after)
         attended[tokens] = output[:, 0].to(attended.dtype)
-        self._pool.write_windows(uses, inputs[:, :, 1:])
+        self.pool.write_windows(uses, inputs[:, :, 1:])
         for use in uses:
             for _, snapshot in use.taken:
-                self._pool.take_snapshot(use, snapshot)
+                self.pool.take_snapshot(use, snapshot)
 
     def _chunks(
         self, metadata: AttentionMetadata, mixed: Tensor, beta: Tensor, decay: Tensor, attended: Tensor
@@ -147,7 +144,7 @@ class _DeltaNet:
 
     def _chunk(self, use: StateUse, start: int, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         """Computes one sequence, piece by piece up to each snapshot; returns `[num_tokens, heads, value_dim]`."""
-        state = self._pool.read([use], [start])
+        state = self.pool.read([use], [start])
         weight = self._module.conv1d.weight
         # [1, channels, kernel_size - 1 + num_tokens]
         inputs = torch.cat([state.windows, mixed.T[None]], dim=-1)
@@ -165,8 +162,8 @@ class _DeltaNet:
             outputs.append(output[0])
             state = LayerState(matrices, inputs[:, :, stop : stop + num_kept])
             if stop in snapshots:
-                self._pool.write_snapshot(snapshots[stop], state)
-        self._pool.write([use], state)
+                self.pool.write_snapshot(snapshots[stop], state)
+        self.pool.write([use], state)
         return torch.cat(outputs)
 
     def _rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import FlatInputs
-from decoder_svc.runner.recurrent.delta_net import DeltaStep, install_delta_net
-from decoder_svc.runner.recurrent.short_convolution import ConvolutionStep, install_short_convolution
-from decoder_svc.runner.recurrent.state_pools import StatePool
+from decoder_svc.runner.recurrent.delta_net import DeltaNet, DeltaStep
+from decoder_svc.runner.recurrent.short_convolution import ConvolutionStep, ShortConvolution
 from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
-from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES
+from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES, SHORT_CONVOLUTION_TYPE
 
-# The name of the module in a layer of each type.
-_DELTA_NET, _SHORT_CONVOLUTION = "linear_attn", "conv"
+# Names of the modules in layers, by the type of the layer.
+_MODULES = {DELTA_NET_TYPE: "linear_attn", SHORT_CONVOLUTION_TYPE: "conv"}
 
 
 def recurrent_layers(text: Any) -> frozenset[int]:
@@ -43,28 +42,39 @@ class RecurrentLayers:
         The kernels compute where they can; otherwise operators of PyTorch and transformers' functions do.
         """
         self.sizes = PoolSizes(0, 0)
-        self._pools: Mapping[int, StatePool] = {
-            layer: _install(text_model.layers[layer], text_model.config.layer_types[layer], dtype, kernels)
-            for layer in sorted(recurrent_layers(text_model.config))
-        }
+        self._layers = []
+        for number in sorted(recurrent_layers(text_model.config)):
+            layer = text_model.layers[number]
+            computed = recurrent_layer(layer, text_model.config.layer_types[number], dtype, kernels)
+            getattr(layer, _MODULES[text_model.config.layer_types[number]]).forward = computed
+            self._layers.append(computed)
+
+    @property
+    def have_kernels(self) -> bool:
+        """Whether kernels compute all layers, which read no tensor on the host."""
+        return all(layer.has_kernel for layer in self._layers)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state in all layers."""
-        return sum(pool.shape.num_bytes for pool in self._pools.values())
+        return sum(layer.pool.shape.num_bytes for layer in self._layers)
 
     def allocate(self, sizes: PoolSizes, device: torch.device) -> None:
         """Allocates the states of all layers."""
         self.sizes = sizes
-        for pool in self._pools.values():
-            pool.allocate(sizes, device)
+        for layer in self._layers:
+            layer.pool.allocate(sizes, device)
 
     def step(self, flat: FlatInputs, move: Callable[[Tensor], Tensor]) -> StateStep:
         """Returns where the states of a step are."""
         return StateStep.of(state_arrays(flat.states, flat.kv_lens, flat.query_lens, self.sizes), move)
 
 
-def _install(layer: Any, kind: str, dtype: torch.dtype, kernels: RecurrentKernels) -> StatePool:
+def recurrent_layer(
+    layer: Any, kind: str, dtype: torch.dtype, kernels: RecurrentKernels
+) -> DeltaNet | ShortConvolution:
+    """Returns what computes the recurrent module of a layer of this type, in place of the module's `forward`."""
+    module = getattr(layer, _MODULES[kind])
     if kind == DELTA_NET_TYPE:
-        return install_delta_net(getattr(layer, _DELTA_NET), dtype, kernels.delta)
-    return install_short_convolution(getattr(layer, _SHORT_CONVOLUTION), dtype, kernels.convolution)
+        return DeltaNet(module, dtype, kernels.delta)
+    return ShortConvolution(module, dtype, kernels.convolution)

@@ -32,21 +32,16 @@ class ConvolutionStep(Protocol):
         ...  # fmt: skip
 
 
-def install_short_convolution(module: Any, dtype: torch.dtype, kernel: ConvolutionStep | None) -> StatePool:
-    """Replaces a module's `forward` in place, and returns the pool of its states. None: PyTorch computes."""
-    num_channels, _, num_taps = module.conv.weight.shape
-    pool = StatePool(StateShape(matrix=(0, 0, 0), window=(num_channels, num_taps - 1), dtype=dtype))
-    module.forward = _ShortConvolution(module, pool, kernel or convolve)
-    return pool
+class ShortConvolution:
+    """One layer: computes what its module's `forward` would, from the states in a pool."""
 
-
-class _ShortConvolution:
-    """The `forward` of one layer's module."""
-
-    def __init__(self, module: Any, pool: StatePool, kernel: ConvolutionStep) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, kernel: ConvolutionStep | None) -> None:
+        """Without a kernel, operators of PyTorch compute."""
+        num_channels, _, num_taps = module.conv.weight.shape
         self._module = module
-        self._kernel = kernel
-        self._pool = pool
+        self.pool = StatePool(StateShape(matrix=(0, 0, 0), window=(num_channels, num_taps - 1), dtype=dtype))
+        self.has_kernel = kernel is not None
+        self._kernel = kernel or convolve
         # [kernel_size, channels]
         self._filters = module.conv.weight[:, 0].T.float().contiguous()
         self._bias = None if module.conv.bias is None else module.conv.bias.float()
@@ -57,7 +52,7 @@ class _ShortConvolution:
         assert metadata.state_step is not None, "the runner gives it for a model with recurrent layers"
         gate_before, gate_after, values = self._module.in_proj(hidden_states)[0].chunk(3, dim=-1)
         inputs = gate_before * values
-        convolved = self._kernel(inputs, self._pool, self._filters, self._bias, metadata.state_step)
+        convolved = self._kernel(inputs, self.pool, self._filters, self._bias, metadata.state_step)
         output: Tensor = self._module.out_proj((gate_after * convolved)[None])
         return output
 

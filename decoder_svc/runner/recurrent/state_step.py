@@ -58,6 +58,7 @@ class StateArrays:
     sources: Int64Array
     targets: Int64Array
     first_tokens: Int64Array
+    token_sequences: Int64Array
     first_snapshots: Int64Array
     snapshot_tokens: Int64Array
     snapshot_states: Int64Array
@@ -73,6 +74,8 @@ class StateStep:
     targets: Tensor
     # First token of each sequence in the step, and the number of tokens at the end.
     first_tokens: Tensor
+    # Index of the sequence of each token.
+    token_sequences: Tensor
     # First snapshot of each sequence, and the number of snapshots at the end.
     first_snapshots: Tensor
     # Per snapshot: the number of its sequence's new tokens that it has seen, ascending in a sequence, and its state.
@@ -104,6 +107,7 @@ def state_arrays(
         sources=integers(_source(use, start, sizes) for use, start in zip(uses, starts, strict=True)),
         targets=integers(use.slot for use in uses),
         first_tokens=integers(accumulate(lengths, initial=0)),
+        token_sequences=np.repeat(np.arange(len(lengths)), lengths),
         first_snapshots=integers(accumulate(map(len, taken), initial=0)),
         snapshot_tokens=integers(
             tokens - start for each, start in zip(taken, starts, strict=True) for tokens, _ in each

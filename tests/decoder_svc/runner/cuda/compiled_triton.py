@@ -19,6 +19,7 @@ from decoder_svc.runner.cuda import (
     triton_layers,
     triton_penalties,
     triton_quantized,
+    triton_recurrent,
     triton_rounding,
     triton_splits,
 )
@@ -83,6 +84,12 @@ def main() -> None:
                 assert "cp.async" in ptx, "no tile is loaded ahead"
                 # An H100 multiplies with weights in registers, which codes were expanded to.
                 assert ("wgmma" in ptx) == (capability >= 90 and source.signature["inputs"] == "*bf16")
+            most = max(most, compiled.metadata.shared)
+        for source in _recurrent_sources():
+            options = {"num_warps": triton_recurrent.NUM_WARPS} if source.fn is triton_recurrent._delta else {}
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            assert "cubin" in compiled.asm
+            assert "st.local" not in compiled.asm["ptx"], "registers do not suffice"
             most = max(most, compiled.metadata.shared)
         for dtype in ("bf16", "fp32"):
             _check_penalties(dtype, capability)
@@ -177,7 +184,28 @@ def _quantized_sources() -> Iterator[Any]:
     yield _aligned(triton_quantized._join, {"HAS_BIAS": True, "NUM_COLUMNS": 256}, parts)
 
 
-def _aligned(kernel: Any, constants: dict[str, int], types: dict[str, str]) -> Any:
+def _recurrent_sources() -> Iterator[Any]:
+    """Yields the kernels of recurrent layers, for a Qwen3.5 with heads of 128 numbers, and for an LFM2."""
+    places = "sources targets first_tokens token_sequences first_snapshots snapshot_tokens snapshot_states".split()
+    types = dict.fromkeys(places, "*i64") | dict.fromkeys(("inputs", "windows"), "*bf16")
+    types |= dict.fromkeys(("filters", "bias", "convolved", "decay", "beta", "matrices"), "*fp32")
+    blocks = {"BLOCK_TOKENS": 8, "BLOCK_CHANNELS": 128}
+    for num_channels, num_kept, has_bias, has_silu, output in ((8192, 3, 0, 1, "*fp32"), (2048, 2, 1, 0, "*bf16")):
+        sizes = {"NUM_CHANNELS": num_channels, "NUM_KEPT": num_kept}
+        kinds = {"HAS_BIAS": has_bias, "HAS_SILU": has_silu}
+        yield _recurrent(triton_recurrent._convolve, sizes | kinds | blocks, types | {"outputs": output})
+        left = {"PADDED_KEPT": triton.next_power_of_2(num_kept), "BLOCK_CHANNELS": 128}
+        yield _recurrent(triton_recurrent._leave_windows, sizes | left, types)
+    heads = {"NUM_KEY_HEADS": 16, "NUM_VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "PADDED_KEYS": 128}
+    columns: dict[str, Any] = {"NUM_COLUMNS": triton_recurrent.BLOCK_COLUMNS, "SCALE": 128**-0.5}
+    yield _recurrent(triton_recurrent._delta, heads | columns, types | {"outputs": "*fp32"})
+
+
+def _recurrent(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> Any:
+    return _aligned(kernel, constants, {name: types[name] for name in kernel.arg_names if name in types})
+
+
+def _aligned(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> Any:
     """Returns a kernel whose pointers are multiples of 16, and so are the inputs and bytes of a row of codes."""
     types = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
     aligned = {

@@ -115,7 +115,7 @@ def installed(*kernel_modules: types.ModuleType) -> Iterator[FakeCuda]:
             without_triton = types.SimpleNamespace(TritonBackend=FakeTriton)
             monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.triton_attention", without_triton)
             # None makes the import fail, as without Triton.
-            for name in ("fused_stack", "triton_penalties", "triton_quantized"):
+            for name in ("fused_stack", "triton_penalties", "triton_quantized", "triton_recurrent"):
                 monkeypatch.setitem(sys.modules, f"decoder_svc.runner.cuda.{name}", None)
         with device:
             yield FakeCuda(device, pools)

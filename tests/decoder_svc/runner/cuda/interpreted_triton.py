@@ -37,6 +37,7 @@ from decoder_svc.runner.cuda import (  # noqa: E402
     triton_layers,
     triton_penalties,
     triton_quantized,
+    triton_recurrent,
     triton_splits,
 )
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_of  # noqa: E402
@@ -236,6 +237,7 @@ __all__ = [
     "triton_layers",
     "triton_penalties",
     "triton_quantized",
+    "triton_recurrent",
     "triton_rowwise",
     "triton_splits",
 ]

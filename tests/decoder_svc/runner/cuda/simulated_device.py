@@ -87,6 +87,12 @@ class DeviceTensor(Tensor):  # type: ignore[misc]  # torch is untyped here
         """Copies to the host. PyTorch's own method believes the contents' device and does nothing."""
         return _aten._to_copy(self, device=torch.device("cpu"))
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Moves to the device and type of another tensor. PyTorch's own method believes the contents' device."""
+        if args and isinstance(args[0], Tensor):
+            return super().to(args[0].device, args[0].dtype, *args[1:], **kwargs)
+        return super().to(*args, **kwargs)
+
     def tolist(self) -> Any:
         """Copies to the host, as a real device does."""
         return self.cpu().tolist()
