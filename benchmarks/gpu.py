@@ -38,6 +38,7 @@ from benchmarks.gpu_decode import DecodeBench
 from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import continuous_batching_s, seconds_of
 from benchmarks.gpu_quantized import quantized_cells
+from benchmarks.gpu_recurrent import recurrent_cells
 from benchmarks.gpu_section import section
 from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS
@@ -49,7 +50,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
-STAGES = ("checks", "decode", "rounded", "quantized", "attention", "encoder", "service", "peer", "vllm")
+STAGES = ("checks", "decode", "rounded", "quantized", "recurrent", "attention", "encoder", "service", "peer", "vllm")
 # Other engines take minutes to start, and must be installed.
 _DEFAULT_STAGES = STAGES[:-2]
 _BATCHES, _CONTEXTS = (1, 8, 64), (1024, 8192)
@@ -97,6 +98,7 @@ def main() -> None:
         "decode": functools.partial(_decode, figures, device, arguments),
         "rounded": functools.partial(_rounded, figures, device, arguments),
         "quantized": functools.partial(_quantized, figures, device, arguments),
+        "recurrent": functools.partial(_recurrent, figures, device),
         "attention": lambda: figures.add("attention_s", attention_seconds(cuda_backends(device), device)),
         "encoder": functools.partial(_encoder, figures, device, arguments),
         "service": functools.partial(_service, figures, device, arguments),
@@ -236,6 +238,21 @@ def _quantized(figures: Figures, device: torch.device, arguments: argparse.Names
                 figures.add("decode", asdict(bench.decode(batch, context, "greedy")))
             del bench
             torch.cuda.empty_cache()
+
+
+def _recurrent(figures: Figures, device: torch.device) -> None:
+    """Checks and times recurrent layers, and checks the answers of a tiny model that has them."""
+    for cell in recurrent_cells(device):
+        if isinstance(cell, Check):
+            figures.add("checks", asdict(cell))
+        else:
+            figures.add("recurrent", cell)
+    with tempfile.TemporaryDirectory() as base:
+        # Imported late: other stages need no tests.
+        from tests.tiny_families import qwen3_5
+
+        for check in parity(qwen3_5.build(pathlib.Path(base) / "model"), GPUModelRunner):
+            figures.add("checks", asdict(replace(check, name=f"{check.name}, recurrent layers")))
 
 
 def _trace(figures: Figures, bench: DecodeBench, batch: int, context: int) -> None:

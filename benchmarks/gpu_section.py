@@ -20,8 +20,8 @@ def section(figures: Mapping[str, Any]) -> str:
     ]
     for rows, write in (
         ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
-        ("products", _products), ("attention_s", _attention), ("encoder", _encoder), ("service", _service),
-        ("peer", _peer),
+        ("products", _products), ("recurrent", _recurrent), ("attention_s", _attention), ("encoder", _encoder),
+        ("service", _service), ("peer", _peer),
     ):  # fmt: skip
         if figures.get(rows):
             parts += write(figures[rows])
@@ -91,6 +91,18 @@ def _products(rows: _Rows) -> list[str]:
     ]  # fmt: skip
     head = ["outputs × inputs", "codes", "rows", "codes, µs", "whole, µs", "whole ÷ codes"]
     return ["One product with a quantized weight, and with the whole one in bfloat16:", report.table(head, table)]
+
+
+def _recurrent(rows: _Rows) -> list[str]:
+    table = [
+        [
+            row["layer"], str(row["sequences"]), str(row["tokens"]), f"{1e6 * row['kernels_s']:.0f}",
+            f"{1e6 * row['operators_s']:.0f}", f"{row['operators_s'] / row['kernels_s']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["layer", "sequences", "tokens of each", "kernels, µs", "operators, µs", "operators ÷ kernels"]
+    return ["One recurrent layer with 1,024 hidden elements, with kernels and without:", report.table(head, table)]
 
 
 def _attention(rows: _Rows) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_checks, gpu_decode, gpu_quantized, report
+from benchmarks import gpu, gpu_checks, gpu_decode, gpu_quantized, gpu_recurrent, report
 from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_section import section
@@ -86,8 +86,8 @@ def test_every_stage_leaves_figures_that_make_a_section(
     monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
     file = tmp_path / "figures.json"
     monkeypatch.setattr(gpu, "encoder_rates", functools.partial(gpu.encoder_rates, device="cpu"))
-    # Keys of 8 bits and quantized weights need Triton.
-    stages = [stage for stage in gpu.STAGES if stage not in ("rounded", "quantized")]
+    # Keys of 8 bits, quantized weights and kernels of recurrent layers need Triton.
+    stages = [stage for stage in gpu.STAGES if stage not in ("rounded", "quantized", "recurrent")]
     monkeypatch.setattr(gpu, "vllm_cells", functools.partial(vllm_cells, num_tokens=4, device="cpu"))
     options = [
         "--stage",
@@ -181,6 +181,23 @@ def test_products_with_codes_are_checked_and_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_quantized, "linear", lambda *arguments: right(*arguments) * 1.05)
     checks = [cell for cell in gpu_quantized.quantized_cells(CPU) if isinstance(cell, gpu_checks.Check)]
     assert not any(check.passed for check in checks)
+
+
+def test_recurrent_layers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoder_svc.runner.cuda.interpreted_triton import triton_recurrent
+
+    monkeypatch.setattr(gpu_recurrent, "_STEPS", ((2, 1), (1, 3)))
+    cells = [*gpu_recurrent.recurrent_cells(CPU, 64, dtype=torch.float32, num_calls=1)]
+    checks = [cell for cell in cells if isinstance(cell, gpu_checks.Check)]
+    assert [check.passed for check in checks] == [True] * 2, checks
+    timed = [cell for cell in cells if isinstance(cell, dict)]
+    assert [(cell["sequences"], cell["tokens"]) for cell in timed] == [(2, 1), (1, 3)] * 2
+    assert all(cell["kernels_s"] > 0 and cell["operators_s"] > 0 for cell in timed)
+    assert "| short convolution | 1 | 3 |" in section({"device": "a device", "torch": "2", "recurrent": timed})
+    right = triton_recurrent.convolve
+    monkeypatch.setattr(triton_recurrent, "convolve", lambda *args, **options: right(*args, **options) * 1.05)
+    cells = [*gpu_recurrent.recurrent_cells(CPU, 64, dtype=torch.float32, num_calls=1)]
+    assert not any(cell.passed for cell in cells if isinstance(cell, gpu_checks.Check))
 
 
 def test_pools_are_filled_with_numbers_or_with_codes_and_scales() -> None:
