@@ -67,6 +67,8 @@ class DecoderFamily:
         # Tokens that count as padding where they have no row, and where layers look tokens up; None: there are none.
         self.padded_input_ids = data.padded_input_ids(model.source.config)
         self.finish_text = data.finish_text
+        # Text before the k-th image's expansion, counted from 0.
+        self.opening = functools.partial(data.opening, model.source)
         # Text between an image and what follows, and its tokens in a prompt of token ids.
         self.closing = data.closing
         self.closing_ids = tuple(encode(text)) if (text := data.closing("")) else ()
@@ -94,6 +96,11 @@ class DecoderFamily:
         Raises ImageTooLargeError for a size that the model does not support, InvalidParameterError for wrong options.
         """
         return self._layout(width, height, options)
+
+    def opening_ids(self, number: int) -> Sequence[int]:
+        """Returns the tokens of `opening` in a prompt of token ids."""
+        text = self.opening(number)
+        return self._encode(text) if text else ()
 
     def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
         """Returns the width and height to which a video's frames of this size in pixels are resized.

@@ -271,7 +271,7 @@ class PromptBuilder:
             return self._placed_in_tokens(spec.token_ids, layouts)
         if isinstance(spec, TextPrompt):
             pieces = [TextPiece(self._finished(spec.text), is_trusted=True)]
-            of_images = [layout.text for layout in layouts]
+            of_images = self._image_texts(layouts)
             text = _filled(pieces, self._family.placeholder, of_images, self._family.closing)[0].text
             token_ids = self._tokenizer.encode_trusted(text, is_complete=self._family.finish_text is not None)
         else:
@@ -312,13 +312,17 @@ class PromptBuilder:
     ) -> list[TextPiece]:
         """Replaces the placeholders of all images and videos in the rendered pieces by their texts."""
         in_videos = {id(layout) for video in videos for layout in video.layouts}
-        of_images = [layout.text for layout in layouts if id(layout) not in in_videos]
+        of_images = self._image_texts([layout for layout in layouts if id(layout) not in in_videos])
         filled = _filled(pieces, self._family.placeholder, of_images, self._family.closing)
         if not videos:
             return filled
         assert self._family.video_placeholder is not None, "check() comes first"
         of_videos = ["".join(layout.text for layout in video.layouts) for video in videos]
         return _filled(filled, self._family.video_placeholder, of_videos)
+
+    def _image_texts(self, layouts: Sequence[ImageLayout]) -> list[str]:
+        """Returns the text of each image of a prompt, whose layouts are given in order."""
+        return [self._family.opening(number) + layout.text for number, layout in enumerate(layouts)]
 
     def _placed_in_tokens(
         self, token_ids: Sequence[int], layouts: Sequence[ImageLayout]
@@ -334,7 +338,7 @@ class PromptBuilder:
         if not is_placed:
             if num_placeholders != len(layouts):
                 raise _wrong_count(len(layouts), num_placeholders)
-            return _placed_ids(token_ids, placeholder_id, layouts, self._family.closing_ids)
+            return _placed_ids(token_ids, placeholder_id, layouts, self._family)
         num_expected = sum(sum(layout.runs) for layout in layouts)
         if num_image_tokens != num_expected:
             raise PlaceholderMismatchError(
@@ -380,11 +384,11 @@ def _filled(
 
 
 def _placed_ids(
-    token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout], closing_ids: Sequence[int]
+    token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout], family: DecoderFamily
 ) -> tuple[list[int], list[Span]]:
     """Replaces the k-th placeholder id by the k-th layout's tokens, and returns the ids with the images' spans.
 
-    `closing_ids` follow every image that is not followed by another one.
+    The family's opening precedes every image, and its closing follows each one that is not followed by another.
     """
     placed: list[int] = []
     spans: list[Span] = []
@@ -393,10 +397,11 @@ def _placed_ids(
             placed.append(token_id)
             continue
         layout = layouts[len(spans)]
+        placed.extend(family.opening_ids(len(spans)))
         spans.append(Span(len(placed) + layout.span_start, layout.span_length))
         placed.extend(layout.token_ids)
         if next_id != placeholder_id:
-            placed.extend(closing_ids)
+            placed.extend(family.closing_ids)
     return placed, spans
 
 

@@ -33,7 +33,7 @@ class PixelInputs:
     """The image processor's output for one image, or for an entry of video frames."""
 
     # By argument name of `get_image_features` or `get_video_features`. The first axis counts images, frames, patches or
-    # tiles; pixels are fp32.
+    # tiles, except of packed tensors; pixels are fp32.
     tensors: Mapping[str, torch.Tensor]
     # Number of rows, computed from the image's size.
     num_rows: int
@@ -41,6 +41,8 @@ class PixelInputs:
     num_copies: int = 1
     # Places among the rows of those that all images share, ascending, and their indexes.
     shared_rows: Mapping[int, int] = field(default_factory=dict)
+    # Names of packed tensors, whose last axis counts patches. They are joined along it.
+    packed: frozenset[str] = frozenset()
 
     @property
     def pixel_values(self) -> torch.Tensor:
@@ -59,11 +61,14 @@ class PixelInputs:
         return num_bytes
 
     def goes_with(self, other: PixelInputs) -> bool:
-        """Whether both can be joined along the first axis without padding."""
+        """Whether both can be joined without padding, packed tensors along the last axis and others along the first."""
         return self._joint_shapes() == other._joint_shapes()
 
     def _joint_shapes(self) -> dict[str, torch.Size]:
-        return {name: tensor.shape[1:] for name, tensor in self.tensors.items()}
+        return {
+            name: tensor.shape[:-1] if name in self.packed else tensor.shape[1:]
+            for name, tensor in self.tensors.items()
+        }
 
 
 class VisionAdapter:
@@ -123,7 +128,7 @@ class VisionAdapter:
         arguments = self.family.processor_arguments(self.model.source, options)
         num_copies = self.family.num_copies(shape, options)
         tensors = self._processed([image] * num_copies, arguments)
-        return PixelInputs(tensors, shape.num_rows, num_copies, shape.shared_rows)
+        return PixelInputs(tensors, shape.num_rows, num_copies, shape.shared_rows, self.family.packed_inputs)
 
     def frame_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
         """Pixels of an entry of video frames, upright and RGB: a pair, or a single frame.
@@ -183,8 +188,11 @@ class VisionAdapter:
         Returns rows [num_rows, (1 + num_levels) * hidden_size] of each. Raises ValueError when the vision half returns
         another number of rows than computed from the images' sizes: rows would end up at another image's placeholders.
         """
-        names = batch[0].tensors
-        joined = {name: torch.cat([inputs.tensors[name] for inputs in batch]) for name in names}
+        names, packed = batch[0].tensors, batch[0].packed
+        joined = {
+            name: torch.cat([inputs.tensors[name] for inputs in batch], dim=-1 if name in packed else 0)
+            for name in names
+        }
         arguments = {
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
             for name, tensor in joined.items()

@@ -265,6 +265,10 @@ def _nothing_between(_behind: str | None) -> str:
     return ""
 
 
+def _no_opening(_source: FamilySource, _number: int) -> str:
+    return ""
+
+
 def _no_ids(_config: Any) -> tuple[int, ...]:
     return ()
 
@@ -294,6 +298,8 @@ class Family:
     sizing: Callable[[FamilySource], ImageSizing]
     # Outputs of the image processor that are passed to `get_image_features`, concatenated along the first axis.
     inputs: tuple[str, ...] = ("pixel_values",)
+    # Those of `inputs` that are concatenated along the last axis instead, because it counts patches.
+    packed_inputs: frozenset[str] = frozenset()
     # Text of one image's placeholder in a rendered prompt; None: the token that takes the rows.
     placeholder: Callable[[FamilySource], str | None] = _no_placeholder
     mask: Mask = Mask.CAUSAL
@@ -334,6 +340,8 @@ class Family:
     padded_input_ids: Callable[[Any], tuple[int, ...] | None] = _no_padded_ids
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
+    # Maps an image's number among the images of its prompt, counted from 0, to the text before its expansion.
+    opening: Callable[[FamilySource, int], str] = _no_opening
     # Maps the text behind an image to the text that the processor inserts between them; None: another image follows.
     closing: Callable[[str | None], str] = _nothing_between
     # Whether its image processor has no variant without torchvision.

@@ -33,6 +33,7 @@ from lookonce.families import (
     llava_next,
     llava_next_video,
     llava_onevision,
+    minicpmv4_6,
     mistral3,
     ovis2,
     paddleocr_vl,
@@ -95,6 +96,7 @@ _MODULES = (
     hyperclovax_vision_v2,
     qwen2_5_omni_thinker,
     ernie4_5_vl_moe,
+    minicpmv4_6,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -57,6 +57,8 @@ class FamilyModel:
         try:
             refusal = text_refusal(source.config, _mask_of(data, source.config)) or data.refusal(source)
             sizing = None if refusal else data.sizing(source)
+            # The tokens that it needs must be there.
+            data.opening(source, 0)
         except CONFIGURATION_FAULTS as error:
             raise ModelFolderError(
                 f"{folder.path} lacks something that {data.title} needs: {type(error).__name__} {error}"

@@ -27,7 +27,7 @@ SMALL_STEP = 23
 # Families with sliding-window layers.
 WINDOWED = ("aya_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_moe", "paligemma2")
 # Families with recurrent layers, which test_recurrent_states.py looks at.
-RECURRENT = FAMILIES.keys() & {"qwen3_5", "qwen3_5_moe", "lfm2_vl"}
+RECURRENT = FAMILIES.keys() & {"lfm2_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"}
 # Their own processors take images of three channels alone.
 NO_TRANSPARENCY = ("lfm2_vl",)
 

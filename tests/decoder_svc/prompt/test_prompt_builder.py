@@ -12,7 +12,16 @@ import pytest
 
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.prompt.prompt_builder import ResolvedImage
-from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec, TextPrompt, TokenPrompt
+from decoder_svc.prompt.prompt_spec import (
+    ChatMessage,
+    ChatPrompt,
+    ChatRole,
+    ImagePart,
+    PromptSpec,
+    TextPart,
+    TextPrompt,
+    TokenPrompt,
+)
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ProcessorOptions
@@ -196,6 +205,31 @@ def test_what_follows_an_image_decides_the_text_behind_it(tmp_path: pathlib.Path
     assert token_ids.count(marker_id) == 11 + 6
     assert token_ids[-1] == marker_id
     assert builder(text).build(TokenPrompt(token_ids, spec.images), [resolved()] * 3).token_ids == token_ids
+
+
+def test_images_are_numbered_over_the_whole_prompt(tmp_path: pathlib.Path) -> None:
+    """MiniCPM-V 4.6: chat, text and tokens with placeholders or with whole images give the same numbers."""
+    text = loaded(FAMILIES["minicpmv4_6"].build(tmp_path))
+    images, sources = [resolved(data, (40, 40)) for data in (b"a", b"b", b"b")], (inline(),) * 3
+    messages = [(ChatRole.USER, "see", 2), (ChatRole.ASSISTANT, "two", 0), (ChatRole.USER, "and", 1)]
+    spec = ChatPrompt(
+        tuple(
+            ChatMessage(role, (TextPart(said), *(ImagePart(inline()) for _ in range(num_images))))
+            for role, said, num_images in messages
+        )
+    )
+    prompt = builder(text).build(spec, images)
+    image_token = text.family.image_token
+    shown = text.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    numbered = [f"<image_id>{number}</image_id><image>{4 * image_token}</image>" for number in range(3)]
+    assert shown.split("<|im_start|>user\n")[1].startswith(f"see{numbered[0]}{numbered[1]}<|im_end|>")
+    assert shown.split("<|im_start|>user\n")[2].startswith(f"and{numbered[2]}<|im_end|>")
+    rendered = shown
+    for one in numbered:
+        rendered = rendered.replace(one, image_token)
+    for token_ids in (tuple(text.tokenizer.encode_trusted(rendered)), prompt.token_ids):
+        assert builder(text).build(TokenPrompt(token_ids, sources), images) == prompt
+    assert builder(text).build(TextPrompt(rendered, sources), images) == prompt
 
 
 def test_rows_in_the_cache_must_be_those_of_the_layout(llava_text: LoadedText) -> None:

@@ -37,6 +37,27 @@ def test_images_go_together_when_all_axes_but_the_first_agree(
     assert one.goes_with(other) == other.goes_with(one) == go_together
 
 
+def test_packed_images_go_together_whatever_their_numbers_of_patches_are() -> None:
+    one, other, rougher = (
+        PixelInputs({"pixel_values": torch.zeros(1, 3, side, 40 * number)}, 1, packed=frozenset({"pixel_values"}))
+        for number, side in ((1, 14), (2, 14), (2, 16))
+    )
+    assert one.goes_with(other)
+    assert not other.goes_with(rougher)
+
+
+def test_packed_images_of_several_sizes_have_the_rows_that_each_has_alone(vision_model: Models) -> None:
+    model = vision_model("minicpmv4_6")
+    batch = [
+        model.adapter.pixel_inputs(image_files.noise(seed, *size), ProcessorOptions())
+        for seed, size in enumerate([(80, 60), (30, 30), (300, 40)])
+    ]
+    assert [inputs.num_rows for inputs in batch] == [12, 4, 17]
+    together = model.forward(batch)
+    for rows, inputs in zip(together, batch, strict=True):
+        torch.testing.assert_close(rows, model.forward([inputs])[0], rtol=1e-4, atol=1e-4)
+
+
 def test_rows_of_copies_are_left_out(vision_model: Models) -> None:
     adapter = vision_model("llava_clip").adapter
     image = adapter.pixel_inputs(image_files.noise(1), ProcessorOptions())

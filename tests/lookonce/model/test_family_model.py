@@ -107,6 +107,7 @@ def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder
         ("vipllava", True, {"model_type": "siglip_vision_model"}, "vision tower 'siglip_vision_model'"),
         ("ovis2", True, {"tokenize_function": "gumbel_argmax"}, "visual words at random"),
         ("ovis2", True, {"hidden_stride": 4}, "do not fill squares of 4"),
+        ("minicpmv4_6", False, {"downsample_mode": "4x"}, "counts rows for downsample_mode '16x'"),
         ("granite4_vision", False, {"vision_feature_select_strategy": "default"}, "drops a patch"),
     ],
 )
