@@ -9,5 +9,5 @@ from __future__ import annotations
 from lookonce.model.libraries import torchvision_import
 
 # Names of tiny families.
-TORCHVISION_FAMILIES = frozenset({"lfm2_vl"})
+TORCHVISION_FAMILIES = frozenset({"cohere2_vision", "lfm2_vl"})
 HAS_TORCHVISION = torchvision_import.is_installed()
