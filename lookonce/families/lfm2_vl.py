@@ -64,7 +64,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
             raise ValueError("the image is so elongated that it has more patches than the tower takes")
         return shape_of(lines, columns, num_rows)
 
-    # Of several tiles, at most `max_tiles` in one line are the most: every line has the same number.
+    # The most tiles are `max_tiles` in one line: every line has the same number.
     largest = shape_of(1, processor.max_tiles, most_rows) if splits else shape_of(1, 1, most_rows)
     return ImageSizing(shape, max(largest, shape_of(1, 1, most_rows), key=lambda one: one.num_rows))
 

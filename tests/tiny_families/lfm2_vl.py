@@ -73,7 +73,7 @@ def processor(tokenizer: Any) -> Any:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """Returns the whole processor."""
+    """Returns the whole processor of a folder that `build` wrote."""
     return parts.load(folder, transformers.Lfm2VlProcessor)
 
 

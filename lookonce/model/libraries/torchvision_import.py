@@ -55,7 +55,7 @@ def import_torchvision() -> Any:
     try:
         return importlib.import_module(PACKAGE)
     except RuntimeError:
-        # What the failed import has left behind.
+        # The failed import has left modules behind.
         for name in [each for each in sys.modules if each.startswith(f"{PACKAGE}.")]:
             del sys.modules[name]
     _declare_operators()
