@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lookonce.families import (
     aria,
     aya_vision,
+    cohere2_vision,
     deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
@@ -75,6 +76,7 @@ _MODULES = (
     glm4v_moe,
     glm_ocr,
     aya_vision,
+    cohere2_vision,
     paddleocr_vl,
     hunyuan_vl,
     deepseek_vl,

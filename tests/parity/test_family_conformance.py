@@ -25,7 +25,9 @@ from tests.tiny_families import FAMILIES
 # Token budget of a step that cuts prompts wherever cutting is allowed.
 SMALL_STEP = 23
 # Families with sliding-window layers.
-WINDOWED = ("aya_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_moe", "paligemma2")
+WINDOWED = FAMILIES.keys() & {
+    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_moe", "paligemma2",
+}  # fmt: skip
 # Families with recurrent layers, which test_recurrent_states.py looks at.
 RECURRENT = FAMILIES.keys() & {"lfm2_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"}
 # Their own processors take images of three channels alone.
@@ -166,7 +168,7 @@ def test_families_with_a_window_or_states_are_those_tested(family: families.Conf
     assert (runner.recurrent is not None) == (family.name in RECURRENT)
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", sorted(WINDOWED))
 def test_a_long_answer_holds_no_more_than_a_window_where_layers_have_one(
     name: str, tiny_family: Callable[[str], families.Conformance]
 ) -> None:
@@ -193,7 +195,7 @@ def test_a_long_answer_holds_no_more_than_a_window_where_layers_have_one(
 
 
 # In PaliGemma, generated tokens see less than the same tokens in a prompt, so a prefix cannot be reused.
-@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "paligemma2"])
+@pytest.mark.parametrize("name", sorted(WINDOWED - {"paligemma2"}))
 @pytest.mark.parametrize("num_lost_blocks", [0, 2, 100])
 def test_a_prefix_is_used_where_layers_with_a_window_have_it_too(
     name: str, num_lost_blocks: int, tiny_family: Callable[[str], families.Conformance]

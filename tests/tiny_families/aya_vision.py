@@ -16,7 +16,7 @@ TILE = 56
 SLIDING_WINDOW = 16
 
 # A turn has one token each for its start, its speaker and its end; the assistant's answer has two more.
-_TEMPLATE = (
+TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}"
     "{% if message['role'] == 'system' %}{{ '<|SYSTEM_TOKEN|>' }}"
@@ -45,10 +45,10 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         bos="<BOS_TOKEN>",
         eos="<|END_OF_TURN_TOKEN|>",
         pad="<PAD>",
-        template=_TEMPLATE,
+        template=TEMPLATE,
     )
     config = transformers.AyaVisionConfig(
-        text_config=_text_config(tokenizer),
+        text_config=text_config(tokenizer),
         vision_config=parts.siglip_config(image_size=TILE, patch_size=14),
         image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
         downsample_factor=2,
@@ -64,7 +64,8 @@ def load_processor(folder: pathlib.Path) -> Any:
     return parts.load(folder, transformers.AyaVisionProcessor)
 
 
-def _text_config(tokenizer: Any) -> Any:
+def text_config(tokenizer: Any) -> Any:
+    """Returns four layers of Cohere 2, of which the first three have a window."""
     return transformers.Cohere2Config(
         **tiny_models._text_config(tokenizer)
         | {
