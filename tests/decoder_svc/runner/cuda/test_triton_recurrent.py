@@ -73,7 +73,8 @@ def test_sequences_without_tokens_leave_their_states() -> None:
     pool = StatePool(StateShape((0, 0, 0), (4, 2), torch.float32))
     pool.allocate(POOL, torch.device("cpu"))
     pool.windows.fill_(7.0)
-    uses = [StateUse(0, None, ()), StateUse(1, None, ())]
+    pool.windows[NUM_SLOTS + 2] = 3.0
+    uses = [StateUse(0, 2, ()), StateUse(1, None, ())]
     step = StateStep.of(state_arrays(uses, [5, 3], [0, 3], POOL), lambda one: one)
     triton_recurrent.convolve(torch.ones(3, 4), pool, torch.ones(3, 4), None, step)
     assert torch.equal(pool.windows[0], torch.full((4, 2), 7.0))
