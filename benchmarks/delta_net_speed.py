@@ -26,7 +26,7 @@ from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.recurrent.delta_net import DeltaStep
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
 

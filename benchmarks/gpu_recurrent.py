@@ -18,7 +18,7 @@ from benchmarks.gpu_peers import seconds_of
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaBackend, forward_context
 from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layer
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 # (sequences, new tokens of each).

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedStep
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import StateUse
 

@@ -33,16 +33,16 @@ from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layers_with_window
 from decoder_svc.runner.language_pass import LanguagePass, wraps_nothing
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
-from decoder_svc.runner.pooling import HiddenStates, pooled, wants_hidden_states
-from decoder_svc.runner.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
+from decoder_svc.runner.prompt_results.pooling import HiddenStates, pooled, wants_hidden_states
+from decoder_svc.runner.prompt_results.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers, recurrent_layers
-from decoder_svc.runner.recurrent.state_step import PoolSizes
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampled.constrained_sample import begin_masks, launch_sample
 from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.runner.sampled.token_feed import TokenFeed
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
+from decoder_svc.runner.state_step import PoolSizes
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, refuse_nan, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId

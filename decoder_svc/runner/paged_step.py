@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 
 # Copies a tensor from host memory to the device.
 Move = Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.runner.paged_step import Move, PagedBlocks, PagedStep, paged_step
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES
 from decoder_svc.runner.recurrent.state_pools import StatePool
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 from lookonce.model.kernels.native_library import NativeLibrary
 
 # A row of a state must be whole vectors.

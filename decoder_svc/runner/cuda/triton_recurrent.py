@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decoder_svc.runner.recurrent.state_pools import StatePool
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 
 # Tokens and channels of a convolution that one program computes.
 _BLOCK_TOKENS, _BLOCK_CHANNELS = 8, 128

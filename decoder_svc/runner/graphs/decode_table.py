@@ -24,7 +24,7 @@ from decoder_svc.runner.graphs.state_inputs import StateInputs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
-from decoder_svc.runner.recurrent.state_step import PoolSizes
+from decoder_svc.runner.state_step import PoolSizes
 
 _SMALL_SIZES = (1, 2, 4)
 _STEP = 8

@@ -9,7 +9,7 @@ import torch
 
 from decoder_svc.runner.graphs.inputs import InputBuffer, Spec, Staged
 from decoder_svc.runner.input_batch import FlatInputs
-from decoder_svc.runner.recurrent.state_step import NO_STATE, PoolSizes, StateArrays, StateStep, state_arrays
+from decoder_svc.runner.state_step import NO_STATE, PoolSizes, StateArrays, StateStep, state_arrays
 
 _PREFIX = "state_"
 _NAMES = tuple(field.name for field in fields(StateArrays))
@@ -30,7 +30,7 @@ class StateInputs:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The parts."""
+        """Element types and shapes of the parts, by name."""
         numbers = {
             "sources": self.num_sequences,
             "targets": self.num_sequences,

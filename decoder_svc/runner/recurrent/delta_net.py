@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from decoder_svc.runner.attention import AttentionMetadata, current_step
 from decoder_svc.runner.recurrent.state_pools import LayerState, StatePool, StateShape
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.activation import Activation, activation_of
 

@@ -22,7 +22,7 @@ from decoder_svc.runner.attention import (
 from decoder_svc.runner.recurrent.delta_net import DeltaNet
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layer, recurrent_layers
 from decoder_svc.runner.recurrent.short_convolution import ShortConvolution
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 logger = logging.getLogger(__name__)

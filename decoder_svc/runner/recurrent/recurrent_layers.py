@@ -12,7 +12,7 @@ from torch import Tensor
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.recurrent.delta_net import DeltaNet, DeltaStep
 from decoder_svc.runner.recurrent.short_convolution import ConvolutionStep, ShortConvolution
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES, SHORT_CONVOLUTION_TYPE
 
 # Names of the modules in layers, by the type of the layer.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import current_step
 from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape
-from decoder_svc.runner.recurrent.state_step import StateStep
+from decoder_svc.runner.state_step import StateStep
 
 
 class ConvolutionStep(Protocol):

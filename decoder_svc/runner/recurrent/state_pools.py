@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, is_new
+from decoder_svc.runner.state_step import PoolSizes, StateStep, is_new
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from decoder_svc.runner.recurrent.delta_net import DeltaStep
 from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 NUM_SLOTS, NUM_SNAPSHOTS = 6, 4

@@ -12,7 +12,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaBackend, forward_context
 from decoder_svc.runner.recurrent.short_convolution import ShortConvolution
-from decoder_svc.runner.recurrent.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 HIDDEN_SIZE = 24

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
-from decoder_svc.runner.recurrent.state_step import state_arrays
+from decoder_svc.runner.state_step import state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
 from tests.decoder_svc.runner.delta_states import (

@@ -9,7 +9,7 @@ import torch
 
 from decoder_svc.runner.recurrent import short_convolution
 from decoder_svc.runner.recurrent.state_pools import StatePool, StateShape
-from decoder_svc.runner.recurrent.state_step import StateStep, state_arrays
+from decoder_svc.runner.state_step import StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 from tests.decoder_svc.runner.cuda.interpreted_triton import triton_recurrent
 from tests.decoder_svc.runner.delta_states import (

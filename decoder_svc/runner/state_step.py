@@ -1,4 +1,4 @@
-"""Where the states of a step's sequences lie in their pools, as numbers for the kernels of recurrent layers.
+"""The places of a step's states in their pools, as numbers for the kernels of recurrent layers.
 
 The pools of all layers have the same places: first the states of the running requests, then the snapshots, and at last
 one state that nobody reads.
@@ -36,7 +36,7 @@ class PoolSizes:
 
     @property
     def num_states(self) -> int:
-        """All states."""
+        """The number of all states, with the one that nobody reads."""
         return self.unread_state + 1
 
     def check(self, uses: Iterable[StateUse]) -> None:
