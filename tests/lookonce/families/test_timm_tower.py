@@ -26,6 +26,12 @@ CHANGES = [
     ("fast_vlm", WHOLE, {"patch_size": 32}, "is 32, but the tower's is 64"),
     ("fast_vlm", WHOLE, {"num_additional_image_tokens": 1}, "counts rows that the tower does not make"),
     ("fast_vlm", WHOLE, {"vision_feature_select_strategy": "default"}, "counts rows that the tower does not make"),
+    ("perception_lm", CONFIG, {"vision_config": {"architecture": "vit_base_patch16_224"}}, "vit_pe_core_large"),
+    ("perception_lm", CONFIG, {"vision_use_cls_token": False}, "vision_use_cls_token is False"),
+    ("perception_lm", CONFIG, {"projector_pooling_ratio": 1}, r"are \(14, 2\), but those of the model are \(14, 1\)"),
+    ("perception_lm", IMAGES, {"tile_size": 70}, r"is 70 pixels, but the tower takes images of \[56, 56\]"),
+    ("perception_lm", IMAGES, {"do_resize": False}, "does not resize"),
+    ("perception_lm", WHOLE, {"patch_size": 16}, r"are \(16, 2\), but those of the model are \(14, 2\)"),
 ]
 
 
