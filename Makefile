@@ -142,8 +142,8 @@ clean: ## remove all installed and generated files
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and alone, so that no package with a version range fetches another build of it. Triton is
-# installed where only the tests of kernels look (the extra `gpu-test` says why), and torchvision where only the tests of
-# models that need it do (tests/torchvision_families.py says why). axe-core, which checks that the
+# installed where only the tests of kernels look (the extra `gpu-test` says why), and torchvision and timm where only the
+# tests of models that need them do (tests/torchvision_families.py says why). axe-core, which checks that the
 # playground is accessible, is no Python package: npm has it.
 $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -155,7 +155,8 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PIP) --editable ".[serve,gateway,heic,dev]"
 	@test "$$(uname -s)" != Linux || { rm -rf $(TRITON) \
 		&& $(PIP) --no-deps --target $(TRITON) "$$(grep '^triton==' constraints/cpu.txt)"; }
-	@rm -rf $(TORCHVISION) && $(PIP) --no-deps --target $(TORCHVISION) "$$(grep '^torchvision==' constraints/cpu.txt)"
+	@rm -rf $(TORCHVISION) && $(PIP) --no-deps --target $(TORCHVISION) "$$(grep '^torchvision==' constraints/cpu.txt)" \
+		"$$(grep '^timm==' constraints/cpu.txt)"
 	@rm -rf $(AXE) && mkdir $(AXE) && if command -v npm >/dev/null; then \
 		npm pack --silent --pack-destination $(AXE) axe-core@4.14.1 >/dev/null \
 			&& tar -xzf $(AXE)/axe-core-4.14.1.tgz -C $(AXE) package/axe.min.js \

@@ -1,7 +1,8 @@
-"""Families whose image processors need torchvision, and whether it is installed.
+"""Families whose image processors or vision towers need torchvision, and whether it is installed.
 
-Where it is, transformers treats images of other families differently, and so would the models that tests compare with.
-`make test` therefore runs twice: once without torchvision, and once with it, and then these families alone.
+timm, which builds those towers, imports torchvision and is installed beside it. Where torchvision is installed,
+transformers treats images of other families differently, and so would the models that tests compare with. `make test`
+therefore runs twice: once without torchvision, and once with it, and then these families alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from lookonce.model.libraries import torchvision_import
 
 # These are names of tiny families.
-TORCHVISION_FAMILIES = frozenset({"cohere2_vision", "lfm2_vl"})
-# Here `make venv` installs torchvision.
+TORCHVISION_FAMILIES = frozenset({"cohere2_vision", "fast_vlm", "lfm2_vl", "perception_lm"})
+# Here `make venv` installs torchvision and timm.
 INSTALLED = pathlib.Path(sys.prefix) / "torchvision"
 HAS_TORCHVISION = torchvision_import.is_installed()

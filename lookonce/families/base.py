@@ -346,8 +346,15 @@ class Family:
     closing: Callable[[str | None], str] = _nothing_between
     # Whether its image processor has no variant without torchvision.
     needs_torchvision: bool = False
+    # Whether its vision tower is one of timm's. timm imports torchvision.
+    needs_timm: bool = False
     # Returns why a folder of this type cannot be served, or None if it can.
     refusal: Callable[[FamilySource], str | None] = _no_refusal
+
+    @property
+    def imports_torchvision(self) -> bool:
+        """Whether transformers must see torchvision, for the image processor or for the vision tower."""
+        return self.needs_torchvision or self.needs_timm
 
     @property
     def has_levels(self) -> bool:

@@ -29,6 +29,10 @@ _NO_TORCHVISION = (
     "the image processor of this model needs torchvision: install the version that fits the installed torch "
     "(pip install 'lookonce[torchvision]')"
 )
+_NO_TIMM = (
+    "the vision tower of this model needs timm and torchvision: install timm, and the torchvision that fits the "
+    "installed torch (pip install 'lookonce[timm]')"
+)
 _NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
 
 
@@ -47,9 +51,10 @@ class FamilyModel:
     def load(cls, folder: ModelFolder) -> FamilyModel:
         """Reads configuration and image processor. Raises ModelFolderError if the folder cannot be served."""
         data = FAMILIES[folder.model_type]
+        _check_packages(folder, data)
         source = FamilySource(
             config=_config(folder),
-            processor=_image_processor(folder),
+            processor=_image_processor(folder, data),
             settings=_settings(folder),
             tokens=_tokens(folder),
             video=_video_settings(folder),
@@ -181,17 +186,24 @@ def _config(folder: ModelFolder) -> Any:
         raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {error}") from error
 
 
-def _image_processor(folder: ModelFolder) -> Any:
-    needs_torchvision = FAMILIES[folder.model_type].needs_torchvision
-    if needs_torchvision and not transformers.utils.is_torchvision_available():
+def _check_packages(folder: ModelFolder, data: Family) -> None:
+    """Raises ModelFolderError if a package is missing without which transformers cannot read the folder."""
+    has_torchvision = transformers.utils.is_torchvision_available()
+    if data.needs_timm and not (has_torchvision and transformers.utils.is_timm_available()):
+        raise ModelFolderError(f"{folder.path}: {_NO_TIMM}")
+    if data.needs_torchvision and not has_torchvision:
         raise ModelFolderError(f"{folder.path}: {_NO_TORCHVISION}")
+
+
+def _image_processor(folder: ModelFolder, data: Family) -> Any:
+    backend = "torchvision" if data.needs_torchvision else "pil"
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(
-            folder.path, backend="pil", local_files_only=True, trust_remote_code=False
+            folder.path, backend=backend, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
-    if getattr(processor, "backend", None) != ("torchvision" if needs_torchvision else "pil"):
+    if getattr(processor, "backend", None) != backend:
         raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
     return processor
 

@@ -32,6 +32,8 @@ _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 # Encoders of inputs that are not served.
 _UNSERVED_CHILDREN = ("audio_tower", "embed_audio")
+# Modules of transformers that log while a model is loaded.
+_REPORTING = ("modeling_utils", "models.timm_wrapper.modeling_timm_wrapper")
 # Scales of keys and values, which stay in the model's type.
 _CACHE_SCALES = r"\.[kv]_scale$"
 
@@ -136,18 +138,23 @@ def _refuse_integers(files: Sequence[pathlib.Path], quantized_layers: Collection
 
 @contextlib.contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keeps transformers from logging a table of problems, which are raised as one error here."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    """Keeps transformers from logging a table of problems, which are raised as one error here.
+
+    A tower of timm would also be reported for keeping its own attention, even where the half has no tower.
+    """
+    loggers = [logging.getLogger(f"transformers.{name}") for name in _REPORTING]
 
     # A level of its own would make transformers check, and report, how the model could be divided among devices.
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 
-    logger.addFilter(is_error)
+    for logger in loggers:
+        logger.addFilter(is_error)
     try:
         yield
     finally:
-        logger.removeFilter(is_error)
+        for logger in loggers:
+            logger.removeFilter(is_error)
 
 
 def _load(

@@ -58,7 +58,7 @@ CONFIGURATION_FAULTS = (
 
 
 def needs_torchvision(path: pathlib.Path) -> bool:
-    """Whether the image processor of a folder needs torchvision.
+    """Whether the image processor or the vision tower of a folder needs torchvision.
 
     False for a folder that cannot be opened: `ModelFolder.open` says why.
     """
@@ -66,7 +66,7 @@ def needs_torchvision(path: pathlib.Path) -> bool:
         model_type = read_json_object(path / _CONFIG_FILE).get("model_type")
     except (OSError, LookonceError):
         return False
-    return isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].needs_torchvision
+    return isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].imports_torchvision
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The reference of videos as single frames: pixels and texts as the processors of transformers define them.
 
-Those processors need torchvision. Here, PIL resizes the frames, and NumPy does the rest.
+Those processors need torchvision. Here, PIL resizes the frames, and NumPy does the rest, except for a family whose
+images need torchvision, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from tests.parity import videos
 from tests.parity.videos import MEAN, STD, Part, Video
-from tests.tiny_families import idefics3, internvl, llava_next_video, llava_onevision
+from tests.tiny_families import idefics3, internvl, llava_next_video, llava_onevision, perception_lm
 
 # Mark the rows of images and videos, so that they are not taken for a placeholder.
 _IMAGE_ROW, _VIDEO_ROW = "<|image_row|>", "<|video_row|>"
@@ -300,6 +301,34 @@ class Gemma(FrameModel):
         return patches, places
 
 
+class Perception(FrameModel):
+    """Perception LM: a frame is a single tile. Pixels are those of transformers' own processor of videos."""
+
+    has_visuals_first = True
+    image_options: ClassVar[dict[str, Any]] = {}
+
+    def video_settings(self) -> dict[str, Any]:
+        """Returns settings that fit the tiny model."""
+        return {"size": {"height": perception_lm.TILE, "width": perception_lm.TILE}}
+
+    def said(self, video: Video) -> str:
+        """Returns the text of a video, with a mark for each row."""
+        return _VIDEO_ROW * (len(video.frames) * (perception_lm.TILE // perception_lm.PATCH // 2) ** 2)
+
+    def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
+        """Returns the arguments with pixels."""
+        from transformers.models.perception_lm.video_processing_perception_lm import PerceptionLMVideoProcessor
+
+        processor = PerceptionLMVideoProcessor(image_mean=MEAN, image_std=STD, **self.video_settings())
+        shown = [np.stack(list(map(np.asarray, video.frames))) for video in visuals if isinstance(video, Video)]
+        frames = [
+            processor(videos=[video], do_sample_frames=False, return_tensors="pt")["pixel_values_videos"][0]
+            for video in shown
+        ]
+        given = {"pixel_values": found["pixel_values"]} if found else {}
+        return given | ({"pixel_values_videos": torch.cat(frames)[None]} if frames else {})
+
+
 MODELS: dict[str, type[FrameModel]] = {
     "llava_onevision": OneVision,
     "llava_next_video": NextVideo,
@@ -307,6 +336,7 @@ MODELS: dict[str, type[FrameModel]] = {
     "smolvlm": Smol,
     "gemma4": Gemma,
     "gemma4_moe": Gemma,
+    "perception_lm": Perception,
 }
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import transformers
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
+from lookonce.families.registry import FAMILIES as REGISTRY
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
@@ -91,6 +93,28 @@ def test_a_folder_that_its_family_refuses_is_refused_with_the_familys_reason(cop
         edit(path, "processor_config.json", image_processor={**nested, "do_pan_and_scan": True})
     with pytest.raises(ModelFolderError, match="cannot be served: pan and scan"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing", "needed"),
+    [
+        ("Lfm2VlForConditionalGeneration", "torchvision", "the image processor of this model needs torchvision"),
+        ("FastVlmForConditionalGeneration", "torchvision", "the vision tower of this model needs timm and torchvision"),
+        ("FastVlmForConditionalGeneration", "timm", "the vision tower of this model needs timm and torchvision"),
+    ],
+)
+def test_a_folder_that_needs_a_missing_package_is_refused_with_the_way_out(
+    architecture: str, missing: str, needed: str, copied: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is another family's: nothing of it is read before."""
+    (model_type,) = (name for name, family in REGISTRY.items() if family.architecture == architecture)
+    path = copied("llava_clip")
+    edit(path, "config.json", model_type=model_type, architectures=[architecture])
+    for package in ("timm", "torchvision"):
+        monkeypatch.setattr(transformers.utils, f"is_{package}_available", lambda is_there=package != missing: is_there)
+    with pytest.raises(ModelFolderError, match=rf"{needed}: install .* \(pip install 'lookonce\[") as raised:
+        load(path)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder) -> None:
