@@ -35,9 +35,9 @@ def recurrent_cells(
 
     Raises ImportError without Triton.
     """
-    from decoder_svc.runner.cuda.triton_recurrent import TritonDeltaStep, convolve
+    from decoder_svc.runner.cuda.triton_recurrent import TritonConvolutionStep, TritonDeltaStep
 
-    kernels = RecurrentKernels(TritonDeltaStep(), convolve)
+    kernels = RecurrentKernels(TritonDeltaStep(), TritonConvolutionStep())
     for name, text_model in _models(hidden_size).items():
         (layer,) = text_model.layers
         for module in vars(layer).values():

@@ -14,6 +14,7 @@ from decoder_svc.runner.adapters.adapter_table import AdaptedModules
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.attention import NativeBackend, cpu_attention
+from decoder_svc.runner.cpu.native_convolution import NativeConvolutionStep
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.cpu.native_model import install_kernels
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
@@ -99,7 +100,10 @@ class CPUModelRunner(ModelRunnerBase):
         self.backend = cpu_attention(self.model.dtype, head_dims, self.config.block_size, num_threads)
         if isinstance(self.backend, NativeBackend):
             self.sampler = NativeSampler(self.backend.library, num_threads)
-            self.recurrent_kernels = RecurrentKernels(NativeDeltaStep(self.backend.library, num_threads))
+            self.recurrent_kernels = RecurrentKernels(
+                NativeDeltaStep(self.backend.library, num_threads),
+                NativeConvolutionStep(self.backend.library, num_threads),
+            )
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures resident memory, and the free memory of machine and container."""

@@ -120,7 +120,7 @@ class GPUModelRunner(ModelRunnerBase):
         except ImportError as error:
             reason: str | None = f"Triton cannot be imported ({error})"
         else:
-            kernels = RecurrentKernels(triton.TritonDeltaStep(), triton.convolve)
+            kernels = RecurrentKernels(triton.TritonDeltaStep(), triton.TritonConvolutionStep())
             reason = wrong_kernel_reason(text_model, self.model.dtype, kernels, self.device)
         if reason is None:
             return kernels

@@ -23,6 +23,8 @@ from decoder_svc.runner.state_step import StateStep
 _BLOCK_TOKENS, _BLOCK_CHANNELS = 8, 128
 # Columns of a head's matrix that one program holds in the registers of one warp: sums need no barrier then.
 BLOCK_COLUMNS, NUM_WARPS = 8, 1
+# Filters are unrolled.
+_MOST_TAPS = 16
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -171,7 +173,10 @@ def convolve(
     inputs: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep, *, has_silu: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Implements `ConvolutionStep`. `has_silu` applies SiLU to the outputs. They are of type `dtype` if given."""
+    """Changes the windows in the pool. Returns outputs `[num_tokens, channels]`.
+
+    `inputs` are `[num_tokens, channels]`. `has_silu` applies SiLU to the outputs, which are of type `dtype` if given.
+    """
     inputs = inputs.contiguous()
     num_tokens, num_channels = inputs.shape
     num_kept = len(filters) - 1
@@ -191,6 +196,19 @@ def convolve(
             BLOCK_CHANNELS=_BLOCK_CHANNELS,
         )  # fmt: skip
     return outputs
+
+
+class TritonConvolutionStep:
+    """Computes the new tokens of all sequences of a step (`ConvolutionStep`)."""
+
+    def can_compute(self, num_channels: int, kernel_size: int, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for filters of this size."""
+        return num_channels > 0 and 0 < kernel_size <= _MOST_TAPS and dtype.is_floating_point
+
+    def __call__(self, mixed: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep) -> Tensor:
+        """Implements `ConvolutionStep.__call__` with two kernels."""
+        gate_before, gate_after, values = mixed.chunk(3, dim=-1)
+        return gate_after * convolve(gate_before * values, pool, filters, bias, step)
 
 
 class TritonDeltaStep:

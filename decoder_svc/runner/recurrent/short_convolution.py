@@ -21,13 +21,15 @@ from decoder_svc.runner.state_step import StateStep
 class ConvolutionStep(Protocol):
     """A kernel for the new tokens of several sequences."""
 
-    def __call__(
-        self, inputs: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep
-    ) -> Tensor:
-        """Changes the windows in the pool. Returns the outputs `[num_tokens, channels]`, of the type of `inputs`.
+    def can_compute(self, num_channels: int, kernel_size: int, dtype: torch.dtype) -> bool:
+        """Whether it computes filters of this size, from inputs of this type."""
+        ...
 
-        `inputs` are `[num_tokens, channels]`. `filters` are `[kernel_size, channels]`, and `bias` `[channels]`, both
-        float32.
+    def __call__(self, mixed: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep) -> Tensor:
+        """Changes the windows in the pool. Returns the outputs `[num_tokens, channels]`, of the type of `mixed`.
+
+        `mixed` are the gates in front of the convolution, those behind it, and values, `[num_tokens, 3 · channels]`.
+        `filters` are `[kernel_size, channels]`, and `bias` `[channels]`, both float32.
         """
         ...  # fmt: skip
 
@@ -40,8 +42,8 @@ class ShortConvolution:
         num_channels, _, num_taps = module.conv.weight.shape
         self._module = module
         self.pool = StatePool(StateShape(matrix=(0, 0, 0), window=(num_channels, num_taps - 1), dtype=dtype))
-        self.has_kernel = kernel is not None
-        self._kernel = kernel or convolve
+        self.has_kernel = kernel is not None and kernel.can_compute(num_channels, num_taps, dtype)
+        self._kernel = kernel if kernel is not None and self.has_kernel else None
         # [kernel_size, channels]
         self._filters = module.conv.weight[:, 0].T.float().contiguous()
         self._bias = None if module.conv.bias is None else module.conv.bias.float()
@@ -50,15 +52,18 @@ class ShortConvolution:
         """Takes and returns `[1, num_tokens, hidden_size]`."""
         _, metadata = current_step()
         assert metadata.state_step is not None, "the runner gives it for a model with recurrent layers"
-        gate_before, gate_after, values = self._module.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        inputs = gate_before * values
-        convolved = self._kernel(inputs, self.pool, self._filters, self._bias, metadata.state_step)
-        output: Tensor = self._module.out_proj((gate_after * convolved)[None])
+        mixed = self._module.in_proj(hidden_states)[0]
+        compute = convolve if self._kernel is None else self._kernel
+        output: Tensor = self._module.out_proj(
+            compute(mixed, self.pool, self._filters, self._bias, metadata.state_step)[None]
+        )
         return output
 
 
-def convolve(inputs: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep) -> Tensor:
+def convolve(mixed: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | None, step: StateStep) -> Tensor:
     """Implements `ConvolutionStep` with operators of PyTorch. Sums are float32, in one order for any step."""
+    gate_before, gate_after, values = mixed.chunk(3, dim=-1)
+    inputs = gate_before * values
     windows = pool.windows_before(step)
     num_kept = windows.shape[1]
     first_tokens = step.first_tokens.tolist()
@@ -76,7 +81,7 @@ def convolve(inputs: Tensor, pool: StatePool, filters: Tensor, bias: Tensor | No
     rows = [index * num_kept + token for index, span in enumerate(pairwise(first_tokens)) for token in range(*span)]
     outputs = sums[torch.tensor(rows, device=sums.device)].to(inputs.dtype)
     pool.write_left_windows(step, _left_windows(padded, first_tokens, num_kept, step))
-    return outputs
+    return gate_after * outputs
 
 
 def _left_windows(padded: Tensor, first_tokens: Sequence[int], num_kept: int, step: StateStep) -> Tensor:

@@ -59,11 +59,11 @@ def test_convolutions_are_those_of_pytorch_s_operators(num_taps: int, seed: int)
     ]
     kv_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
     step = StateStep.of(state_arrays(uses, kv_lens, lengths, POOL), lambda one: one)
-    inputs = torch.randn(sum(lengths), num_channels, generator=generator)
+    mixed = torch.randn(sum(lengths), 3 * num_channels, generator=generator)
     filters = torch.randn(num_taps, num_channels, generator=generator)
     bias = torch.randn(num_channels, generator=generator) if seed % 2 else None
-    found = triton_recurrent.convolve(inputs, pools[0], filters, bias, step)
-    expected = short_convolution.convolve(inputs, pools[1], filters, bias, step)
+    found = triton_recurrent.TritonConvolutionStep()(mixed, pools[0], filters, bias, step)
+    expected = short_convolution.convolve(mixed, pools[1], filters, bias, step)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(pools[0].windows, pools[1].windows)
 
