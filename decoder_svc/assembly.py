@@ -37,11 +37,12 @@ from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.kv_cache.kv_pool_size import (
     BlockBytes,
     KVPoolConfig,
+    StateCosts,
     num_kv_blocks,
-    num_state_snapshots,
     sliding_group_size,
     state_group_size,
 )
+from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import SpeculationLimits
@@ -157,9 +158,7 @@ def load_core(
             sliding=_sliding_group(settings, runner, limits.num_kv_blocks),
             states=None
             if runner.recurrent is None
-            else state_group_size(
-                limits.num_state_snapshots, block_size=limits.block_size, max_num_seqs=limits.max_running_requests
-            ),
+            else StateGroupSize(limits.max_running_requests, limits.num_state_snapshots, limits.snapshot_interval),
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
@@ -303,13 +302,16 @@ def _limits(
     wish = KVPoolConfig(settings.num_kv_blocks, settings.kv_cache_memory_bytes, device.kv_cache_memory_share)
     # The states of running requests are in the memory that the heaviest step takes.
     free_bytes = runner.profile_run(worst)
-    num_snapshots = snapshot_bytes = 0
+    states, snapshot_bytes = None, 0
     if runner.recurrent is not None:
-        state_bytes = runner.recurrent.state_bytes
-        num_snapshots = num_state_snapshots(
-            wish, state_bytes, free_bytes=free_bytes, max_num_seqs=settings.max_num_seqs
+        states = state_group_size(
+            wish,
+            StateCosts(runner.recurrent.state_bytes, spec.block_bytes, block_size),
+            free_bytes=free_bytes,
+            max_num_seqs=settings.max_num_seqs,
+            max_useful_blocks=max_useful_blocks,
         )
-        snapshot_bytes = num_snapshots * state_bytes
+        snapshot_bytes = states.num_snapshots * runner.recurrent.state_bytes
     num_blocks = num_kv_blocks(
         wish,
         BlockBytes(
@@ -333,7 +335,8 @@ def _limits(
         encoder_cache_size_rows=rows.cache_rows,
         max_rows_per_image=family.max_rows_per_image,
         num_sliding_kv_blocks=0 if sliding is None else min(sliding.num_blocks, num_blocks),
-        num_state_snapshots=num_snapshots,
+        num_state_snapshots=0 if states is None else states.num_snapshots,
+        snapshot_interval=0 if states is None else states.interval,
     )
 
 

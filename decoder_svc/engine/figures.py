@@ -71,3 +71,5 @@ class EngineLimits:
     num_sliding_kv_blocks: int = 0
     # Snapshots of the states of recurrent layers; 0 for a model without such layers.
     num_state_snapshots: int = 0
+    # Blocks between two of them.
+    snapshot_interval: int = 0

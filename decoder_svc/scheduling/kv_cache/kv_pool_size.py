@@ -18,12 +18,15 @@ logger = logging.getLogger(__name__)
 
 _MIN_BLOCKS = 2
 
-# Tokens between two snapshots of recurrent layers. A cached prefix is computed again from the last snapshot on, so this
-# bounds what is computed twice; it is a small part of a usual step.
-_SNAPSHOT_INTERVAL_TOKENS = 256
-# Most snapshots for each request that may run, and the largest part of the pools' memory that snapshots take. A state
-# is as large as the keys and values of a thousand tokens or more, so few of them are worth more than the blocks.
-_MAX_SNAPSHOTS_PER_REQUEST = 4
+# Most tokens between two snapshots of recurrent layers. A cached prefix is computed again from the last snapshot on, so
+# this bounds what is computed twice; it is a small part of a usual step.
+_MAX_INTERVAL_TOKENS = 256
+# Snapshots that take more than this part of the keys and values of their interval are dear: the state of a gated delta
+# net is as large as the keys and values of a thousand tokens or more. Of those, so many for each request that may run
+# are worth more than blocks. The states of short convolutions are as large as those of a few tokens.
+_CHEAP_PART = 2
+_DEAR_SNAPSHOTS_PER_REQUEST = 4
+# The largest part of the pools' memory that snapshots take.
 _SNAPSHOT_PART = 4
 
 
@@ -78,15 +81,41 @@ def sliding_group_size(
     return SlidingGroupSize(window, min(num_blocks, max_num_seqs * per_request), per_request)
 
 
-def num_state_snapshots(wish: KVPoolConfig, state_bytes: int, *, free_bytes: int, max_num_seqs: int) -> int:
-    """Returns the number of snapshots of recurrent layers, whose state takes `state_bytes` for each request."""
+@dataclass(frozen=True, slots=True)
+class StateCosts:
+    """Memory of a model with recurrent layers."""
+
+    # Bytes of one state, and of one block of keys and values, over all their layers.
+    state_bytes: int
+    block_bytes: int
+    # Tokens of a block.
+    block_size: int
+
+    @property
+    def interval(self) -> int:
+        """Blocks between two snapshots: the fewest for which snapshots are cheap, but 256 tokens at most."""
+        fewest = -(-_CHEAP_PART * self.state_bytes // self.block_bytes)
+        return max(1, min(_MAX_INTERVAL_TOKENS // self.block_size, fewest))
+
+    @property
+    def are_cheap(self) -> bool:
+        """Whether a snapshot takes a small part of the memory of its interval's keys and values."""
+        return _CHEAP_PART * self.state_bytes <= self.interval * self.block_bytes
+
+
+def state_group_size(
+    wish: KVPoolConfig, costs: StateCosts, *, free_bytes: int, max_num_seqs: int, max_useful_blocks: int
+) -> StateGroupSize:
+    """Returns the size of the group of recurrent layers.
+
+    `free_bytes` and `max_useful_blocks` are those of `num_kv_blocks`.
+    """
     pool_bytes = int(free_bytes * wish.memory_share) if wish.memory_bytes is None else wish.memory_bytes
-    return max(1, min(_MAX_SNAPSHOTS_PER_REQUEST * max_num_seqs, pool_bytes // _SNAPSHOT_PART // state_bytes))
-
-
-def state_group_size(num_snapshots: int, *, block_size: int, max_num_seqs: int) -> StateGroupSize:
-    """Returns the size of the group of recurrent layers."""
-    return StateGroupSize(max_num_seqs, num_snapshots, max(1, _SNAPSHOT_INTERVAL_TOKENS // block_size))
+    useful = _DEAR_SNAPSHOTS_PER_REQUEST * max_num_seqs
+    if costs.are_cheap:
+        useful = max(useful, max_useful_blocks // costs.interval)
+    num_snapshots = max(1, min(useful, pool_bytes // _SNAPSHOT_PART // costs.state_bytes))
+    return StateGroupSize(max_num_seqs, num_snapshots, costs.interval)
 
 
 def num_kv_blocks(wish: KVPoolConfig, costs: BlockBytes, *, free_bytes: int, max_useful_blocks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT
-from decoder_svc.scheduling.kv_cache.kv_pool_size import state_group_size
+from decoder_svc.scheduling.kv_cache.kv_pool_size import KVPoolConfig, StateCosts, state_group_size
 from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
 from decoder_svc.scheduling.request import CacheScope
 from decoder_svc.scheduling.scheduler import Scheduler
@@ -46,8 +46,11 @@ def test_a_later_request_continues_the_last_snapshot_of_what_it_shares() -> None
 def test_at_most_one_interval_of_a_long_cached_prompt_is_computed_again() -> None:
     """A prompt of 8192 tokens whose first nine tenths are cached, with the sizes of a decoder."""
     num_tokens, num_equal, interval_tokens = 8192, 7373, 256
-    states = state_group_size(200, block_size=16, max_num_seqs=8)
-    assert states.interval * 16 == interval_tokens
+    # Qwen3.5's sizes: eighteen layers with 16 matrices of 128 × 128, and six with two heads of 256.
+    costs = StateCosts(18 << 20, 16 * 12_288, block_size=16)
+    wish = KVPoolConfig(None, 64 << 30, 0.5)
+    states = state_group_size(wish, costs, free_bytes=0, max_num_seqs=50, max_useful_blocks=50 * 600)
+    assert states == StateGroupSize(50, 200, interval_tokens // 16)
     target = scheduler(token_budget=2048, num_blocks=2000, context=9000, block_size=16, states=states)
     target.add(request("a", num_tokens, text="t", max_tokens=1))
     assert [step(target).num_scheduled_tokens for _ in range(5)] == [2048, 2048, 2048, 2048, 0]
@@ -57,6 +60,25 @@ def test_at_most_one_interval_of_a_long_cached_prompt_is_computed_again() -> Non
     start = step(target).chunks[0].start
     assert other.usage.cached_prompt_tokens == start == 7168
     assert num_equal - start <= interval_tokens
+
+
+def test_small_states_have_a_snapshot_for_every_block_and_as_many_as_there_are_blocks() -> None:
+    """LFM2's sizes: ten layers with windows of two times 2048 elements, and six with eight heads of 64."""
+    costs = StateCosts(10 * 2 * 2048 * 2, 16 * 12_288, block_size=16)
+    sizes = {"free_bytes": 64 << 30, "max_num_seqs": 8, "max_useful_blocks": 4000}
+    assert state_group_size(KVPoolConfig(None, None, 0.5), costs, **sizes) == StateGroupSize(8, 4000, 1)
+    # A quarter of little memory is less.
+    few = state_group_size(KVPoolConfig(None, 400 * costs.state_bytes, 0.5), costs, **sizes)
+    assert few == StateGroupSize(8, 100, 1)
+
+
+def test_between_the_two_a_snapshot_takes_half_of_its_interval() -> None:
+    costs = StateCosts(state_bytes=300, block_bytes=100, block_size=16)
+    assert (costs.interval, costs.are_cheap) == (6, True)
+    dear = StateCosts(state_bytes=900, block_bytes=100, block_size=16)
+    assert (dear.interval, dear.are_cheap) == (16, False)
+    # A block of more tokens than an interval may have is an interval.
+    assert StateCosts(state_bytes=900, block_bytes=100, block_size=512).interval == 1
 
 
 def test_without_a_snapshot_nothing_is_cached() -> None:
