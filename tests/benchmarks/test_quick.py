@@ -239,9 +239,11 @@ def test_rounded_cache(quick: Any) -> None:
 
 def test_delta_net_speed(quick: Any) -> None:
     cells = quick("delta_net_speed")["cells"]
-    assert [(cell["num_sequences"], cell["num_tokens"]) for cell in cells] == [(2, 1), (1, 5)]
+    assert [(cell["layer"], cell["num_sequences"], cell["num_tokens"]) for cell in cells] == [
+        (layer, *step) for layer in ("gated delta net", "short convolution") for step in ((2, 1), (1, 5))
+    ]
     for cell in cells:
-        assert set(cell["layer_s"]) == {"transformers", "ours"}
+        assert set(cell["layer_s"]) == {"without", "ours"}
         assert all(seconds > 0 for layer_s in cell["layer_s"].values() for seconds in layer_s)
 
 

@@ -1,0 +1,77 @@
+"""One recurrent layer of each kind with random weights, and steps of it. Shared by benchmarks of CPUs and of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Lfm2Config, Qwen3_5TextConfig
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaBackend, forward_context
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layer
+from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.scheduling.scheduler_output import StateUse
+
+# Computes a step from hidden states `[1, num_tokens, hidden_size]`.
+Layer = Callable[[Tensor], Tensor]
+
+
+def one_layer_models(hidden_size: int) -> dict[str, Any]:
+    """Returns models of one layer each by its name, with the sizes of heads and filters of Qwen3.5 and LFM2.
+
+    A delta net of Qwen3.5 has a head of 128 numbers for each 64 hidden elements, and twice as many for values.
+    """
+    torch.manual_seed(0)
+    heads = {"linear_num_key_heads": hidden_size // 64, "linear_num_value_heads": hidden_size // 32}
+    delta = Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"], hidden_size=hidden_size, **heads)
+    short = Lfm2Config(num_hidden_layers=1, layer_types=["conv"], hidden_size=hidden_size)
+    return {
+        "gated delta net": SimpleNamespace(
+            config=delta, layers=[SimpleNamespace(linear_attn=Qwen3_5GatedDeltaNet(delta, 0))]
+        ),
+        "short convolution": SimpleNamespace(config=short, layers=[SimpleNamespace(conv=Lfm2ShortConv(short, 0))]),
+    }
+
+
+def move(text_model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves the modules of such a model's layer."""
+    for module in vars(text_model.layers[0]).values():
+        module.to(device, dtype)
+
+
+def step_of(
+    text_model: Any,
+    dtype: torch.dtype,
+    kernels: RecurrentKernels,
+    num_sequences: int,
+    num_tokens: int,
+    device: torch.device,
+) -> Layer:
+    """Returns what computes so many tokens of each sequence, behind the first one, with a model's layer."""
+    computed = recurrent_layer(text_model.layers[0], text_model.config.layer_types[0], dtype, kernels)
+    sizes = PoolSizes(num_sequences, 0)
+    computed.pool.allocate(sizes, device)
+    uses = tuple(StateUse(slot, None, ()) for slot in range(num_sequences))
+    lengths, kv_lens = (num_tokens,) * num_sequences, (1 + num_tokens,) * num_sequences
+    metadata = AttentionMetadata(
+        full=BlockMetadata(torch.empty(0), (), ()),
+        sliding=None,
+        query_lens=lengths,
+        kv_lens=kv_lens,
+        mutual_spans=((),) * num_sequences,
+        is_mutual_beyond_window=False,
+        states=uses,
+        state_step=StateStep.of(state_arrays(uses, kv_lens, lengths, sizes), lambda numbers: numbers.to(device)),
+    )
+    backend = SdpaBackend()
+
+    def compute(hidden: Tensor) -> Tensor:
+        with forward_context(backend, metadata):
+            return computed(hidden)
+
+    return compute
