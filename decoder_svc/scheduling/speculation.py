@@ -9,7 +9,8 @@ and brackets of a JSON object then cost one step together.
 
 Drafts never delay a request: they use the token budget that is left after everything else is scheduled, and free blocks
 that are not cached, so they cause no preemption and no eviction. The results of a rejected draft are discarded: they
-are not published, their block is released, and their slot is written again.
+are not published, their block is released, and their slot is written again. Recurrent layers continue from a copy of
+their state (state_group.py).
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Speculation:
         request.num_computed_tokens += num_taken - 1
         self._kv_cache.publish(request, request.num_computed_tokens, is_computed=True)
         self._kv_cache.cut(request)
+        self._kv_cache.settle_draft_states(request)
 
     def forget(self, request_id: RequestId) -> None:
         """Drops the state of a request that ended; it may have none."""
@@ -162,6 +164,7 @@ class Speculation:
             block_ids=chunk.block_ids + block_ids,
             sliding=sliding,
             draft_ids=draft_ids,
+            states=self._kv_cache.add_draft_states(chunk, len(draft_ids)),
         )
 
 

@@ -24,7 +24,7 @@ from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
 from decoder_svc.scheduling.kv_cache.kv_group import KVGroup, SlidingGroupSize
 from decoder_svc.scheduling.kv_cache.state_group import StateGroup, StateGroupSize
 from decoder_svc.scheduling.request import Request, RequestId
-from decoder_svc.scheduling.scheduler_output import SlidingTable, StateUse
+from decoder_svc.scheduling.scheduler_output import ScheduledChunk, SlidingTable, StateUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +231,10 @@ class KVCacheManager:
     def num_spare_tokens(self, request: Request, start: int, num_tokens: int) -> int:
         """Returns how many of `num_tokens` draft tokens from `start` on fit without evicting a cached block.
 
-        None fit in a model with recurrent layers: a rejected draft would stay in its state.
+        In a model with recurrent layers, each also needs a copy of the state in front of it.
         """
         if self._states is not None:
-            return 0
+            num_tokens = min(num_tokens, self._states.num_free_draft_states)
         num_blocks = len(self._full.tables[request.request_id].blocks)
         num_missing = -(-(start + num_tokens) // self.block_size) - num_blocks
         if num_missing <= 0:
@@ -277,6 +277,17 @@ class KVCacheManager:
             self.hasher.extend(request)
             max_snapshot = self._num_publishable(request, len(request.token_ids))
         return self._states.take_use(request, start, start + num_new_tokens, max_snapshot=max_snapshot)
+
+    def add_draft_states(self, chunk: ScheduledChunk, num_drafts: int) -> StateUse | None:
+        """Returns the states of a chunk of one token to which drafts are appended; None without recurrent layers."""
+        if self._states is None or chunk.states is None:
+            return None
+        return self._states.add_drafts(chunk.request_id, chunk.states, chunk.start, num_drafts)
+
+    def settle_draft_states(self, request: Request) -> None:
+        """Has a request continue behind its computed tokens after a chunk with drafts."""
+        if self._states is not None:
+            self._states.settle_drafts(request.request_id, request.num_computed_tokens)
 
     def begin_step(self) -> None:
         """Starts a step. Blocks published from now on can be withdrawn until `end_step`."""

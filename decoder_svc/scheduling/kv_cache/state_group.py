@@ -10,12 +10,16 @@ has not been used for longest.
 
 Unlike a block, a snapshot can be found only in the step after the one that takes it: a layer computes the sequences of
 a step side by side. A snapshot that a step reads or writes is not allocated again in that step.
+
+A chunk with draft tokens leaves a state that has seen all of them. It therefore also copies the state in front of each
+draft. When it is known how many drafts were accepted, the request continues from the copy behind the last of them.
+Copies for drafts have states of their own behind the snapshots, so drafts evict no snapshot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
@@ -33,6 +37,13 @@ class StateGroupSize:
     num_snapshots: int
     # Blocks between two snapshots of a sequence, at least 1.
     interval: int
+    # States in front of the draft tokens of a step, numbered behind the snapshots; 0: the model gets no drafts.
+    num_draft_states: int = 0
+
+    @property
+    def num_copies(self) -> int:
+        """Snapshots and states in front of drafts together."""
+        return self.num_snapshots + self.num_draft_states
 
 
 class StateGroup:
@@ -47,6 +58,10 @@ class StateGroup:
         self._block_size = block_size
         self._free_slots = list(range(size.num_slots - 1, -1, -1))
         self._slots: dict[RequestId, int] = {}
+        self._num_copies = size.num_copies
+        self._free_draft_states = list(range(size.num_copies - 1, size.num_snapshots - 1, -1))
+        # The copies of requests whose drafts are not settled, by the number of tokens that each has seen.
+        self._drafts: dict[RequestId, dict[int, int]] = {}
         # The snapshot from which a request continues at its next chunk; held until then.
         self._to_load: dict[RequestId, int] = {}
         # Snapshots that the latest step reads or writes; held until the next step begins.
@@ -58,6 +73,11 @@ class StateGroup:
     def has_free_slot(self) -> bool:
         """Whether a further request can be admitted."""
         return bool(self._free_slots)
+
+    @property
+    def num_free_draft_states(self) -> int:
+        """Number of further draft tokens that a step may have."""
+        return len(self._free_draft_states)
 
     @property
     def requests(self) -> set[RequestId]:
@@ -103,6 +123,23 @@ class StateGroup:
         taken = tuple(self._take_snapshots(request, start, min(stop, max_snapshot)))
         return StateUse(self._slots[request.request_id], loaded, taken)
 
+    def add_drafts(self, request_id: RequestId, use: StateUse, start: int, num_drafts: int) -> StateUse:
+        """Returns the states of a chunk of one token, `start`, to which drafts are appended."""
+        copies = {start + number: self._free_draft_states.pop() for number in range(1, num_drafts + 1)}
+        self._drafts[request_id] = copies
+        return replace(use, taken=(*use.taken, *copies.items()))
+
+    def settle_drafts(self, request_id: RequestId, num_tokens: int) -> None:
+        """Has a request continue behind its first `num_tokens` tokens, the last of which are accepted drafts."""
+        copies = self._drafts.pop(request_id, None)
+        if copies is None:
+            return
+        # Without a copy, all drafts were accepted, and the state is that behind the last one.
+        accepted = copies.pop(num_tokens, None)
+        if accepted is not None:
+            self._to_load[request_id] = accepted
+        self._free_draft_states += copies.values()
+
     def begin_step(self) -> None:
         """Makes the snapshots of the latest step findable, and begins a list of new ones."""
         for block_hash, snapshot in self._unpublished.items():
@@ -130,6 +167,7 @@ class StateGroup:
     def free(self, request_id: RequestId) -> None:
         """Releases the slot of a request, which may have none."""
         self._drop_load(request_id)
+        self._free_draft_states += self._drafts.pop(request_id, {}).values()
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
@@ -138,7 +176,12 @@ class StateGroup:
         """Raises AssertionError if slots or snapshots are held twice or lost."""
         assert sorted([*self._slots.values(), *self._free_slots]) == list(range(self._num_slots)), "slots disagree"
         assert self._to_load.keys() <= self._slots.keys(), "a snapshot is held for a request without a slot"
-        self.pool.check_integrity([snapshot] for snapshot in (*self._to_load.values(), *self._in_use))
+        held = [*self._to_load.values(), *self._in_use]
+        self.pool.check_integrity([copy] for copy in held if copy < self.pool.num_blocks)
+        copies = chain(*(copies.values() for copies in self._drafts.values()), self._free_draft_states)
+        drafts = sorted([*copies, *(copy for copy in held if copy >= self.pool.num_blocks)])
+        assert drafts == list(range(self.pool.num_blocks, self._num_copies)), "states of drafts disagree"
+        assert self._drafts.keys() <= self._slots.keys(), "a request without a slot has drafts"
 
     def _load(self, request_id: RequestId, snapshot: int) -> None:
         self.pool.hold([snapshot])
@@ -147,12 +190,18 @@ class StateGroup:
     def _drop_load(self, request_id: RequestId) -> None:
         snapshot = self._to_load.pop(request_id, None)
         if snapshot is not None:
-            self.pool.release([snapshot])
+            self._release(snapshot)
+
+    def _release(self, copy: int) -> None:
+        if copy < self.pool.num_blocks:
+            self.pool.release([copy])
+        else:
+            self._free_draft_states.append(copy)
 
     def _release_used(self) -> None:
         used, self._in_use = self._in_use, []
-        for snapshot in used:
-            self.pool.release([snapshot])
+        for copy in used:
+            self._release(copy)
 
     def _take_snapshots(self, request: Request, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Allocates snapshots of the tokens (start, stop]; yields (number of tokens, snapshot)."""

@@ -34,13 +34,13 @@ class States:
         """Advances a slot by a chunk; raises AssertionError if it does not begin with the state before the chunk."""
         use = chunk.states
         assert use is not None, "the runner is not told of the state"
-        assert not chunk.draft_ids, "a draft in a state"
         if use.loaded is not None:
             self.num_loaded += 1
             before = self._snapshots.get(use.loaded)
         else:
             before = EMPTY if chunk.start == 0 else self._slots.get(use.slot)
         assert before == _behind(request, token_ids, chunk.start), f"{request} continues another state"
+        token_ids = [*token_ids, *chunk.draft_ids]
         stop = chunk.start + chunk.num_tokens
         for num_tokens, snapshot in use.taken:
             assert chunk.start < num_tokens <= stop, "a snapshot of a token that is not computed here"

@@ -13,6 +13,7 @@ from tests.decoder_svc.scheduling.traffic import MAX_NUM_SEQS, Traffic
 
 NUM_SEEDS = 60
 # By the number of snapshots and the blocks between two of them.
+DRAFTS = SpeculationLimits(3)
 SIZES = [(1, 1), (3, 1), (4, 2), (20, 1), (20, 3)]
 
 
@@ -25,6 +26,7 @@ def traffic_of(
     deterministic: bool = False,
     overlaps: bool = False,
     speculation: SpeculationLimits = NO_SPECULATION,
+    num_draft_states: int = 0,
 ) -> Traffic:
     """Runs traffic once; it checks itself meanwhile."""
     traffic = Traffic(
@@ -32,7 +34,7 @@ def traffic_of(
         deterministic=deterministic,
         overlaps=overlaps,
         speculation=speculation,
-        states=StateGroupSize(MAX_NUM_SEQS, num_snapshots, interval),
+        states=StateGroupSize(MAX_NUM_SEQS, num_snapshots, interval, num_draft_states),
     )
     traffic.run(120)
     return traffic
@@ -56,11 +58,29 @@ def test_nor_where_steps_may_overlap(seed: int, num_snapshots: int, interval: in
     traffic_of(seed, num_snapshots, interval, overlaps=True)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
-def test_no_draft_enters_a_state(seed: int) -> None:
-    """Drafts are asked for, and none is made: a rejected one could not be taken back."""
-    traffic = traffic_of(seed, 4, 1, speculation=SpeculationLimits(3))
+# One draft in a step, some, and as many as all requests can have.
+@pytest.mark.parametrize("num_draft_states", [1, 4, 3 * MAX_NUM_SEQS])
+@pytest.mark.parametrize(("num_snapshots", "interval"), SIZES)
+@pytest.mark.parametrize("seed", range(NUM_SEEDS // 4))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_nor_with_drafts(seed: int, num_snapshots: int, interval: int, num_draft_states: int, overlaps: bool) -> None:
+    traffic_of(seed, num_snapshots, interval, overlaps=overlaps, speculation=DRAFTS, num_draft_states=num_draft_states)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS // 4))
+def test_without_states_for_them_there_are_no_drafts(seed: int) -> None:
+    traffic = traffic_of(seed, 4, 1, speculation=DRAFTS)
     assert traffic.target.speculation.num_drafted == 0
+
+
+def test_traffic_with_drafts_is_worth_testing_with() -> None:
+    drafted = accepted = rejected = 0
+    for seed in range(NUM_SEEDS // 4):
+        speculation = traffic_of(seed, 20, 1, speculation=DRAFTS, num_draft_states=4).target.speculation
+        drafted += speculation.num_drafted
+        accepted += speculation.num_accepted
+        rejected += speculation.num_drafted - speculation.num_accepted
+    assert min(drafted, accepted, rejected) >= 20, (drafted, accepted, rejected)
 
 
 def test_traffic_with_states_is_worth_testing_with() -> None:
