@@ -158,7 +158,12 @@ def load_core(
             sliding=_sliding_group(settings, runner, limits.num_kv_blocks),
             states=None
             if runner.recurrent is None
-            else StateGroupSize(limits.max_running_requests, limits.num_state_snapshots, limits.snapshot_interval),
+            else StateGroupSize(
+                limits.max_running_requests,
+                limits.num_state_snapshots,
+                limits.snapshot_interval,
+                limits.num_draft_states,
+            ),
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
@@ -197,15 +202,11 @@ def _loaded(
     if others is not None and ranks is not None:
         others.wait_until_loaded()
         runner.lead(Leader(ranks, others.connections))
-    if runner.recurrent is not None and settings.speculative_tokens:
-        raise ConfigurationError(
-            f"speculative_tokens is {settings.speculative_tokens}; {family.title} has recurrent layers, whose state "
-            "cannot go back behind a rejected draft token: set it to 0"
-        )
     with _faults_of_configurations():
         limits = _limits(settings, device, runner, family)
     try:
-        runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks, limits.num_state_snapshots)
+        num_copies = limits.num_state_snapshots + limits.num_draft_states
+        runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks, num_copies)
     except Exception as error:
         if not is_lack_of_memory(error):
             raise
@@ -310,8 +311,9 @@ def _limits(
             free_bytes=free_bytes,
             max_num_seqs=settings.max_num_seqs,
             max_useful_blocks=max_useful_blocks,
+            num_draft_tokens=settings.speculative_tokens,
         )
-        snapshot_bytes = states.num_snapshots * runner.recurrent.state_bytes
+        snapshot_bytes = states.num_copies * runner.recurrent.state_bytes
     num_blocks = num_kv_blocks(
         wish,
         BlockBytes(
@@ -337,6 +339,7 @@ def _limits(
         num_sliding_kv_blocks=0 if sliding is None else min(sliding.num_blocks, num_blocks),
         num_state_snapshots=0 if states is None else states.num_snapshots,
         snapshot_interval=0 if states is None else states.interval,
+        num_draft_states=0 if states is None else states.num_draft_states,
     )
 
 

@@ -73,3 +73,5 @@ class EngineLimits:
     num_state_snapshots: int = 0
     # Blocks between two of them.
     snapshot_interval: int = 0
+    # States in front of the draft tokens of a step.
+    num_draft_states: int = 0

@@ -71,11 +71,10 @@ def worst_case_step(
 
     `window` is the window of the model's sliding group, None without one. `mask` is the family's: tokens that see later
     ones take memory for their masks, and kernels of their own, which are compiled here and not while serving.
-    `has_states` says whether the model has recurrent layers; then there are no drafts.
+    `has_states` says whether the model has recurrent layers.
     """
     num_others = min(worst.num_requests, worst.num_tokens) - 1
     num_drafts = min(worst.num_draft_tokens, (worst.num_tokens - 1) // num_others - 1) if num_others else 0
-    num_drafts = 0 if has_states else num_drafts
     num_tokens = min(worst.num_tokens - num_others * (1 + num_drafts), worst.context_tokens)
     # A prompt whose tokens all see each other is never split, so it is computed from its first token on.
     context_tokens = num_tokens if mask is Mask.PROMPT else worst.context_tokens

@@ -164,7 +164,7 @@ class Speculation:
             block_ids=chunk.block_ids + block_ids,
             sliding=sliding,
             draft_ids=draft_ids,
-            states=self._kv_cache.add_draft_states(chunk, len(draft_ids)),
+            states=self._kv_cache.add_draft_states(request, chunk, len(draft_ids)),
         )
 
 

@@ -82,10 +82,16 @@ async def test_snapshots_take_at_most_a_quarter_of_the_pools_memory(folder: path
         assert limits.num_kv_blocks == (memory_bytes - 5 * STATE_BYTES) // BLOCK_BYTES
 
 
-async def test_speculation_is_refused_by_name(folder: pathlib.Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"speculative_tokens is 3; Qwen3\.5 has recurrent layers"):
-        async with running_decoder(folder, speculative_tokens=3):
-            pass
+async def test_speculation_changes_no_answer_and_has_states_of_its_own(folder: pathlib.Path) -> None:
+    fields: dict[str, Any] = {"max_tokens": 40, "logit_bias": {20: 50.0, 30: 50.0, 40: 50.0}}
+    asked = pb.GenerateRequest(params=params(QUESTION, **fields))
+    async with running_decoder(folder, dtype="float32") as decoder:
+        plain = await decoder.stub.Generate(asked)
+    async with running_decoder(folder, dtype="float32", speculative_tokens=3, max_num_seqs=4) as decoder:
+        assert decoder.service.engine.limits.num_draft_states == 3 * 4
+        answers = await asyncio.gather(*(decoder.stub.Generate(asked) for _ in range(3)))
+    assert {answer.choices[0].text for answer in answers} == {plain.choices[0].text}
+    assert sum(answer.usage.accepted_draft_tokens for answer in answers) > 0
 
 
 async def test_adapters_are_refused_by_name(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

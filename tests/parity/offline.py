@@ -163,10 +163,12 @@ class Session:
         speculation: SpeculationLimits = NO_SPECULATION,
         num_snapshots: int = 600,
         snapshot_interval: int = 1,
+        num_draft_states: int | None = None,
     ) -> None:
         """With a `store` every row is read from it, and must be in it.
 
-        `num_snapshots` and `snapshot_interval` (in blocks) are for models with recurrent layers.
+        `num_snapshots`, `snapshot_interval` (in blocks) and `num_draft_states` (None: enough for all drafts) are for
+        models with recurrent layers.
         """
         self.model = model
         self._store = store
@@ -187,11 +189,13 @@ class Session:
         states = None
         if model.runner.recurrent is not None:
             model.runner.config = replace(model.runner.config, max_num_seqs=max_num_seqs)
-            states = StateGroupSize(max_num_seqs, num_snapshots, snapshot_interval)
+            if num_draft_states is None:
+                num_draft_states = speculation.max_draft_tokens * max_num_seqs
+            states = StateGroupSize(max_num_seqs, num_snapshots, snapshot_interval, num_draft_states)
         model.runner.initialize_kv_cache(
             num_blocks,
             0 if sliding is None else sliding.num_blocks,
-            0 if states is None else states.num_snapshots,
+            0 if states is None else states.num_copies,
         )
         # The largest image must fit, as in a decoder.
         cache_rows = max([cache_rows, *map(len, model.rows.values())])

@@ -108,12 +108,24 @@ def test_several_requests_with_one_prompt_get_one_answer(
     assert num_computed <= num_in_prompts + 6 * BLOCK_SIZE + num_decoded
 
 
-def test_asked_for_drafts_none_is_made(
-    family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]
+@pytest.mark.parametrize("num_draft_states", [0, 1, 3, 20])
+def test_rejected_drafts_do_not_stay_in_a_state(
+    family: families.Conformance, prompts: list[Prompt], num_draft_states: int
 ) -> None:
-    session = offline.Session(family.offline, speculation=SpeculationLimits(5, ngram_min=1, ngram_max=3))
-    assert session.ask(prompts).token_ids == expected
-    assert session.scheduler.speculation.num_drafted == 0
+    # With so few allowed words, answers repeat themselves, and also deviate often.
+    params = SamplingParams(logit_bias=((20, 50.0), (30, 50.0), (40, 50.0)), max_tokens=40)
+    expected = offline.Session(family.offline).ask(prompts, params=params).token_ids
+    session = offline.Session(
+        family.offline,
+        speculation=SpeculationLimits(5, ngram_min=1, ngram_max=3),
+        max_num_seqs=4,
+        num_snapshots=9,
+        num_draft_states=num_draft_states,
+    )
+    for order in (1, -1):
+        assert session.ask(prompts[::order], params=params).token_ids == expected[::order]
+    speculation = session.scheduler.speculation
+    assert (0 < speculation.num_accepted < speculation.num_drafted) == (num_draft_states > 0)
 
 
 def test_log_probabilities_depend_on_the_batch_by_rounding_only(

@@ -21,8 +21,12 @@ from tests.tiny_families import FAMILIES
 
 # Questions with no, one and three images in turn.
 NUM_PROMPTS = 6
-# Plain; M-RoPE; windows with images that see themselves; windows with prompts that see themselves.
-NAMES = ("llava_clip", "qwen2_vl", "gemma3", "gemma4", "paligemma2")
+# Plain; M-RoPE; windows with images that see themselves; windows with prompts that see themselves; recurrent layers.
+NAMES = tuple(
+    name
+    for name in ("llava_clip", "qwen2_vl", "gemma3", "gemma4", "paligemma2", "qwen3_5", "lfm2_vl")
+    if name in FAMILIES
+)
 LIMITS = SpeculationLimits(5, ngram_min=1, ngram_max=3)
 NUM_TOKENS = 48
 # Tiny models with random weights seldom repeat themselves. With so few allowed words they do, and also deviate often.
@@ -169,7 +173,10 @@ def test_accepted_drafts_are_cached_and_rejected_ones_are_not(
         # A longer prompt shares no prefix in families whose whole prompts see themselves.
         size = model.runner.config.block_size
         for request, prompt, answer in zip(again.requests[::2], prompts, answers.token_ids, strict=True):
-            assert request.usage.cached_prompt_tokens == (len(prompt.token_ids) + len(answer) - 1) // size * size
+            most = (len(prompt.token_ids) + len(answer) - 1) // size * size
+            # Where accepted drafts pass the end of a block, no snapshot of recurrent layers is taken.
+            passed = 0 if model.runner.recurrent is None else LIMITS.max_draft_tokens + size
+            assert most - passed <= request.usage.cached_prompt_tokens <= most
 
 
 def continued(prompt: Prompt, answer: Sequence[int]) -> Prompt:

@@ -150,7 +150,9 @@ class DeltaNet:
         inputs = torch.cat([state.windows, mixed.T[None]], dim=-1)
         convolved = F.conv1d(inputs, weight, groups=len(weight))[0].T
         num_kept = state.windows.shape[-1]
-        snapshots = {num_tokens - start: snapshot for num_tokens, snapshot in use.taken}
+        snapshots: dict[int, list[int]] = {}
+        for num_seen, snapshot in use.taken:
+            snapshots.setdefault(num_seen - start, []).append(snapshot)
         stops = sorted({*snapshots, len(mixed)})
         outputs = []
         for first, stop in zip((0, *stops), stops, strict=False):
@@ -161,8 +163,8 @@ class DeltaNet:
             )
             outputs.append(output[0])
             state = LayerState(matrices, inputs[:, :, stop : stop + num_kept])
-            if stop in snapshots:
-                self.pool.write_snapshot(snapshots[stop], state)
+            for snapshot in snapshots.get(stop, ()):
+                self.pool.write_snapshot(snapshot, state)
         self.pool.write([use], state)
         return torch.cat(outputs)
 

@@ -278,16 +278,21 @@ class KVCacheManager:
             max_snapshot = self._num_publishable(request, len(request.token_ids))
         return self._states.take_use(request, start, start + num_new_tokens, max_snapshot=max_snapshot)
 
-    def add_draft_states(self, chunk: ScheduledChunk, num_drafts: int) -> StateUse | None:
+    def add_draft_states(self, request: Request, chunk: ScheduledChunk, num_drafts: int) -> StateUse | None:
         """Returns the states of a chunk of one token to which drafts are appended; None without recurrent layers."""
         if self._states is None or chunk.states is None:
             return None
-        return self._states.add_drafts(chunk.request_id, chunk.states, chunk.start, num_drafts)
+        publishes = self._may_publish_answer(request)
+        return self._states.add_drafts(request.request_id, chunk.states, chunk.start, num_drafts, publishes=publishes)
 
     def settle_draft_states(self, request: Request) -> None:
         """Has a request continue behind its computed tokens after a chunk with drafts."""
-        if self._states is not None:
-            self._states.settle_drafts(request.request_id, request.num_computed_tokens)
+        if self._states is None:
+            return
+        publishes = self._may_publish_answer(request)
+        if publishes:
+            self.hasher.extend(request)
+        self._states.settle_drafts(request, request.num_computed_tokens, publishes=publishes)
 
     def begin_step(self) -> None:
         """Starts a step. Blocks published from now on can be withdrawn until `end_step`."""
@@ -379,6 +384,9 @@ class KVCacheManager:
 
     def _may_publish(self, request: Request) -> bool:
         return self._may_share(request) and not request.is_private
+
+    def _may_publish_answer(self, request: Request) -> bool:
+        return self._may_publish(request) and not self._deterministic
 
     def _num_publishable(self, request: Request, num_tokens: int) -> int:
         """Returns how many of the request's first `num_tokens` tokens are known and may be shared."""

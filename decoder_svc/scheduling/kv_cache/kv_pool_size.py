@@ -26,8 +26,10 @@ _MAX_INTERVAL_TOKENS = 256
 # are worth more than blocks. The states of short convolutions are as large as those of a few tokens.
 _CHEAP_PART = 2
 _DEAR_SNAPSHOTS_PER_REQUEST = 4
-# The largest part of the pools' memory that snapshots take.
-_SNAPSHOT_PART = 4
+# The largest parts of the pools' memory that snapshots, and the states in front of drafts, take.
+_SNAPSHOT_PART, _DRAFT_PART = 4, 16
+# Requests that may have all of their draft tokens in one step, where states are dear: drafts pay while few run.
+_REQUESTS_WITH_DEAR_DRAFTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +106,27 @@ class StateCosts:
 
 
 def state_group_size(
-    wish: KVPoolConfig, costs: StateCosts, *, free_bytes: int, max_num_seqs: int, max_useful_blocks: int
+    wish: KVPoolConfig,
+    costs: StateCosts,
+    *,
+    free_bytes: int,
+    max_num_seqs: int,
+    max_useful_blocks: int,
+    num_draft_tokens: int = 0,
 ) -> StateGroupSize:
     """Returns the size of the group of recurrent layers.
 
-    `free_bytes` and `max_useful_blocks` are those of `num_kv_blocks`.
+    `free_bytes` and `max_useful_blocks` are those of `num_kv_blocks`. `num_draft_tokens` are those of a request in a
+    step.
     """
     pool_bytes = int(free_bytes * wish.memory_share) if wish.memory_bytes is None else wish.memory_bytes
     useful = _DEAR_SNAPSHOTS_PER_REQUEST * max_num_seqs
     if costs.are_cheap:
         useful = max(useful, max_useful_blocks // costs.interval)
     num_snapshots = max(1, min(useful, pool_bytes // _SNAPSHOT_PART // costs.state_bytes))
-    return StateGroupSize(max_num_seqs, num_snapshots, costs.interval)
+    num_drafting = max_num_seqs if costs.are_cheap else min(max_num_seqs, _REQUESTS_WITH_DEAR_DRAFTS)
+    num_draft_states = min(num_draft_tokens * num_drafting, pool_bytes // _DRAFT_PART // costs.state_bytes)
+    return StateGroupSize(max_num_seqs, num_snapshots, costs.interval, num_draft_states)
 
 
 def num_kv_blocks(wish: KVPoolConfig, costs: BlockBytes, *, free_bytes: int, max_useful_blocks: int) -> int:

@@ -13,7 +13,8 @@ a step side by side. A snapshot that a step reads or writes is not allocated aga
 
 A chunk with draft tokens leaves a state that has seen all of them. It therefore also copies the state in front of each
 draft. When it is known how many drafts were accepted, the request continues from the copy behind the last of them.
-Copies for drafts have states of their own behind the snapshots, so drafts evict no snapshot.
+Copies for drafts have states of their own behind the snapshots, except at the end of an interval, where the copy may
+become a snapshot.
 """
 
 from __future__ import annotations
@@ -123,22 +124,40 @@ class StateGroup:
         taken = tuple(self._take_snapshots(request, start, min(stop, max_snapshot)))
         return StateUse(self._slots[request.request_id], loaded, taken)
 
-    def add_drafts(self, request_id: RequestId, use: StateUse, start: int, num_drafts: int) -> StateUse:
-        """Returns the states of a chunk of one token, `start`, to which drafts are appended."""
-        copies = {start + number: self._free_draft_states.pop() for number in range(1, num_drafts + 1)}
+    def add_drafts(
+        self, request_id: RequestId, use: StateUse, start: int, num_drafts: int, *, publishes: bool
+    ) -> StateUse:
+        """Returns the states of a chunk of one token, `start`, to which drafts are appended.
+
+        With `publishes`, a copy at the end of an interval becomes a snapshot if the draft before it is accepted.
+        """
+        distance = self._interval * self._block_size
+        copies: dict[int, int] = {}
+        for num_tokens in range(start + 1, start + num_drafts + 1):
+            # The token before the drafts is known, and has its snapshot already.
+            is_border = publishes and num_tokens > start + 1 and num_tokens % distance == 0
+            if is_border and self.pool.num_free_blocks > 0:
+                (copies[num_tokens],) = self.pool.allocate(1)
+            else:
+                copies[num_tokens] = self._free_draft_states.pop()
         self._drafts[request_id] = copies
         return replace(use, taken=(*use.taken, *copies.items()))
 
-    def settle_drafts(self, request_id: RequestId, num_tokens: int) -> None:
-        """Has a request continue behind its first `num_tokens` tokens, the last of which are accepted drafts."""
-        copies = self._drafts.pop(request_id, None)
-        if copies is None:
-            return
-        # Without a copy, all drafts were accepted, and the state is that behind the last one.
-        accepted = copies.pop(num_tokens, None)
-        if accepted is not None:
-            self._to_load[request_id] = accepted
-        self._free_draft_states += copies.values()
+    def settle_drafts(self, request: Request, num_tokens: int, *, publishes: bool) -> None:
+        """Has a request continue behind its first `num_tokens` tokens, the last of which are accepted drafts.
+
+        With `publishes`, snapshots behind accepted drafts can be found from now on; their blocks must have hashes.
+        """
+        # Without a copy behind the last accepted one, all were accepted, and the state is that behind the last draft.
+        for num_seen, copy in self._drafts.pop(request.request_id, {}).items():
+            if publishes and copy < self.pool.num_blocks and num_seen <= num_tokens:
+                block_hash = request.block_hashes[num_seen // self._block_size - 1]
+                if self.pool.find(block_hash) is None:
+                    self.pool.publish(copy, block_hash)
+            if num_seen == num_tokens:
+                self._to_load[request.request_id] = copy
+            else:
+                self._release(copy)
 
     def begin_step(self) -> None:
         """Makes the snapshots of the latest step findable, and begins a list of new ones."""
@@ -167,7 +186,8 @@ class StateGroup:
     def free(self, request_id: RequestId) -> None:
         """Releases the slot of a request, which may have none."""
         self._drop_load(request_id)
-        self._free_draft_states += self._drafts.pop(request_id, {}).values()
+        for copy in self._drafts.pop(request_id, {}).values():
+            self._release(copy)
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
@@ -176,10 +196,10 @@ class StateGroup:
         """Raises AssertionError if slots or snapshots are held twice or lost."""
         assert sorted([*self._slots.values(), *self._free_slots]) == list(range(self._num_slots)), "slots disagree"
         assert self._to_load.keys() <= self._slots.keys(), "a snapshot is held for a request without a slot"
-        held = [*self._to_load.values(), *self._in_use]
+        of_drafts = chain.from_iterable(copies.values() for copies in self._drafts.values())
+        held = [*self._to_load.values(), *self._in_use, *of_drafts]
         self.pool.check_integrity([copy] for copy in held if copy < self.pool.num_blocks)
-        copies = chain(*(copies.values() for copies in self._drafts.values()), self._free_draft_states)
-        drafts = sorted([*copies, *(copy for copy in held if copy >= self.pool.num_blocks)])
+        drafts = sorted([*self._free_draft_states, *(copy for copy in held if copy >= self.pool.num_blocks)])
         assert drafts == list(range(self.pool.num_blocks, self._num_copies)), "states of drafts disagree"
         assert self._drafts.keys() <= self._slots.keys(), "a request without a slot has drafts"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_cache.state_group import StateGroup, StateGroupSize
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_output import StateUse
+from decoder_svc.scheduling.speculation import SpeculationLimits
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.traffic import MAX_NUM_SEQS, Traffic
 
@@ -74,7 +77,7 @@ def a_snapshot_that_is_read_is_let_go_at_once(patch: Patch) -> None:
     def take_use(self: StateGroup, request: Request, *arguments: Any, **keywords: Any) -> Any:
         loaded = self._to_load.get(request.request_id)
         use = original(self, request, *arguments, **keywords)
-        if loaded is not None:
+        if loaded is not None and loaded < self.pool.num_blocks:
             self._in_use.remove(loaded)
             self.pool.release([loaded])
             self.pool._free.move_to_end(loaded, last=False)
@@ -139,14 +142,90 @@ def a_snapshot_keeps_its_hash_when_it_is_taken_again(patch: Patch) -> None:
     patch.setattr(BlockPool, "_forget", forget)
 
 
+@mutation
+def a_request_continues_behind_rejected_drafts(patch: Patch) -> None:
+    original = StateGroup.settle_drafts
+
+    def settle(self: StateGroup, request: Request, num_tokens: int, **keywords: Any) -> None:
+        original(self, request, num_tokens, **keywords)
+        self._drop_load(request.request_id)
+
+    patch.setattr(StateGroup, "settle_drafts", settle)
+
+
+@mutation
+def a_request_continues_one_draft_early(patch: Patch) -> None:
+    original = StateGroup.settle_drafts
+
+    def settle(self: StateGroup, request: Request, num_tokens: int, **keywords: Any) -> None:
+        original(self, request, num_tokens - 1, **keywords)
+
+    patch.setattr(StateGroup, "settle_drafts", settle)
+
+
+@mutation
+def snapshots_behind_rejected_drafts_are_found(patch: Patch) -> None:
+    """Their blocks have no hashes yet, so the last one that there is stands for them."""
+
+    def settle(self: StateGroup, request: Request, num_tokens: int, *, publishes: bool) -> None:
+        for num_seen, copy in self._drafts.pop(request.request_id, {}).items():
+            if publishes and copy < self.pool.num_blocks:
+                index = min(num_seen // self._block_size, len(request.block_hashes)) - 1
+                self.pool.publish(copy, request.block_hashes[index])
+            if num_seen == num_tokens:
+                self._to_load[request.request_id] = copy
+            else:
+                self._release(copy)
+
+    patch.setattr(StateGroup, "settle_drafts", settle)
+
+
+@mutation
+def copies_for_drafts_are_taken_one_token_late(patch: Patch) -> None:
+    original = StateGroup.add_drafts
+
+    def add_drafts(self: StateGroup, request_id: Any, use: StateUse, *arguments: Any, **keywords: Any) -> StateUse:
+        late = original(self, request_id, use, *arguments, **keywords)
+        own = len(use.taken)
+        return replace(late, taken=late.taken[:own] + tuple((number + 1, copy) for number, copy in late.taken[own:]))
+
+    patch.setattr(StateGroup, "add_drafts", add_drafts)
+
+
+@mutation
+def a_copy_that_a_request_continues_is_given_away(patch: Patch) -> None:
+    original = StateGroup.settle_drafts
+
+    def settle(self: StateGroup, request: Request, num_tokens: int, **keywords: Any) -> None:
+        original(self, request, num_tokens, **keywords)
+        copy = self._to_load.get(request.request_id)
+        if copy is not None and copy >= self.pool.num_blocks:
+            self._free_draft_states.append(copy)
+
+    patch.setattr(StateGroup, "settle_drafts", settle)
+
+
+@mutation
+def copies_of_a_request_that_ends_are_lost(patch: Patch) -> None:
+    original = StateGroup.free
+
+    def free(self: StateGroup, request_id: Any) -> None:
+        if request_id in self._drafts:
+            self._drafts[request_id] = {}
+        original(self, request_id)
+
+    patch.setattr(StateGroup, "free", free)
+
+
 NUM_SNAPSHOTS = 3
 
 
 def run_all_seeds() -> None:
-    states = StateGroupSize(MAX_NUM_SEQS, NUM_SNAPSHOTS, 1)
+    states = StateGroupSize(MAX_NUM_SEQS, NUM_SNAPSHOTS, 1, num_draft_states=4)
     for seed in range(NUM_SEEDS):
         Traffic(seed, states=states).run(120)
         Traffic(seed, states=states, overlaps=True).run(120)
+        Traffic(seed, states=states, speculation=SpeculationLimits(3)).run(120)
 
 
 def test_nothing_is_noticed_where_nothing_is_wrong() -> None:
