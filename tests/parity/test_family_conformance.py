@@ -25,7 +25,7 @@ from tests.tiny_families import FAMILIES
 # Token budget of a step that cuts prompts wherever cutting is allowed.
 SMALL_STEP = 23
 # Families with sliding-window layers.
-WINDOWED = ("aya_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_moe", "paligemma2")
+WINDOWED = ("aya_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_moe", "muse_glimmer", "paligemma2")
 # Families with recurrent layers, which test_recurrent_states.py looks at.
 RECURRENT = FAMILIES.keys() & {"qwen3_5", "qwen3_5_moe", "lfm2_vl"}
 # Their own processors take images of three channels alone.
