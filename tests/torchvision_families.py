@@ -12,7 +12,7 @@ import sys
 from lookonce.model.libraries import torchvision_import
 
 # These are names of tiny families.
-TORCHVISION_FAMILIES = frozenset({"lfm2_vl", "muse_glimmer"})
+TORCHVISION_FAMILIES = frozenset({"lfm2_vl", "llama4", "muse_glimmer"})
 # Here `make venv` installs torchvision.
 INSTALLED = pathlib.Path(sys.prefix) / "torchvision"
 HAS_TORCHVISION = torchvision_import.is_installed()

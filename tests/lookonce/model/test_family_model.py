@@ -109,6 +109,8 @@ def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder
         ("ovis2", True, {"hidden_stride": 4}, "do not fill squares of 4"),
         ("granite4_vision", False, {"vision_feature_select_strategy": "default"}, "drops a patch"),
         ("muse_glimmer", True, {"merge_size": 1}, "has patch_size, merge_size and temporal_patch_size"),
+        ("llama4", True, {"image_size": 112}, "tiles of 56 × 56 pixels, but its vision tower takes squares of 112"),
+        ("llama4", True, {"patch_size": 28}, "gives 4 rows per tile, by .*, but its vision tower gives 1"),
     ],
 )
 def test_a_configuration_that_its_family_refuses_is_refused_with_the_familys_reason(
