@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from decoder_svc.constraint.answer_follower import AnswerFollower
 from decoder_svc.constraint.frames import Vocabulary
@@ -53,6 +54,7 @@ from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import CONFIGURATION_FAULTS
+from lookonce.model.text_support import POSITIONS, longest_sequence
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -258,19 +260,23 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
         )
 
 
-def _context_tokens(settings: DecoderSettings, most_positions: int) -> int:
+def _context_tokens(settings: DecoderSettings, text: Any) -> int:
     """Returns the longest prompt plus answer. Raises ModelFolderError if the model has no room for either."""
-    if most_positions < _LEAST_CONTEXT:
+    longest, field = longest_sequence(text)
+    if longest < _LEAST_CONTEXT:
         raise ModelFolderError(
-            f"config.json: max_position_embeddings is {most_positions}, which leaves no room for a prompt and an "
-            "answer; use the config.json that belongs to the weights"
+            f"config.json: {field} is {getattr(text, field)}, which leaves no room for a prompt and an answer; use the "
+            "config.json that belongs to the weights"
         )
-    wanted = settings.max_context_tokens or most_positions
-    if wanted > most_positions:
+    if field != POSITIONS:
         logger.warning(
-            "max_context_tokens is %d, and the model has %d positions, which are the limit", wanted, most_positions
-        )
-    return min(wanted, most_positions)
+            "requests are limited to %d tokens of %d positions, by %s in config.json: longer ones would not be exact",
+            longest, text.max_position_embeddings, field,
+        )  # fmt: skip
+    wanted = settings.max_context_tokens or longest
+    if wanted > longest:
+        logger.warning("max_context_tokens is %d, and the model has %d positions, which are the limit", wanted, longest)
+    return min(wanted, longest)
 
 
 def _limits(
@@ -286,7 +292,7 @@ def _limits(
         configured_cache_rows=settings.encoder_cache_rows,
     )
     text = runner.model.config.get_text_config()
-    context = _context_tokens(settings, text.max_position_embeddings)
+    context = _context_tokens(settings, text)
     worst = WorstCase(
         num_tokens=settings.max_num_batched_tokens,
         num_requests=settings.max_num_seqs,

@@ -19,7 +19,7 @@ def answer(processor: Any, model: Any, image: Any, question: str) -> tuple[int, 
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
     has_template = processor.chat_template is not None
     text = processor.apply_chat_template(messages, add_generation_prompt=True) if has_template else f"<image>{question}"
-    inputs = processor(text=text, images=[[image]], return_tensors="pt")
+    inputs = processor(text=text, images=[[image]], return_tensors="pt").to(torch.float32)
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())

@@ -51,7 +51,7 @@ from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import text_child
-from lookonce.model.text_support import HeadShape, head_shape, key_sources
+from lookonce.model.text_support import HeadShape, head_shape, key_sources, longest_sequence
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ class ModelRunnerBase(ABC):
     def _step_shape(self) -> StepShape:
         text = self.model.config.get_text_config()
         spec = self.get_kv_cache_spec()
-        longest = -(-text.max_position_embeddings // spec.block_size)
+        longest = -(-longest_sequence(text)[0] // spec.block_size)
         # Padding is a sequence as well, even in a pool of a few blocks: all its entries are the unread block.
         padding = -(-max(self.chunk_graph_sizes, default=1) // spec.block_size)
 

@@ -200,7 +200,7 @@ class VisionAdapter:
         # Called on the inner model, because not every outer class forwards this method.
         features = model.model.get_video_features if batch[0].is_video else model.model.get_image_features
         output = features(**arguments, return_dict=True)
-        levels = self.family.levels(output) if self.num_levels else [output.pooler_output]
+        levels = self.family.levels(output) if self.num_levels else [self.family.rows(model, output)]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
         num_own = [inputs.num_rows - len(inputs.shared_rows) for inputs in batch]
         counts = [own * inputs.num_copies for own, inputs in zip(num_own, batch, strict=True)]

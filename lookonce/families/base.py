@@ -225,6 +225,10 @@ def _no_levels(_config: Any) -> int:
     return 0
 
 
+def _pooled_rows(_half: Any, output: Any) -> Any:
+    return output.pooler_output
+
+
 def _rows_and_deepstack(output: Any) -> Sequence[Any]:
     return [output.pooler_output, *output.deepstack_features]
 
@@ -307,6 +311,8 @@ class Family:
     is_causal: Callable[[Any], bool] = _never
     axes: PositionAxes = PositionAxes.SEQUENCE
     first_position: int = 0
+    # Maps (vision half, output of `get_image_features`) to the rows of all images, in families without levels.
+    rows: Callable[[Any, Any], Any] = _pooled_rows
     # Maps the configuration to the number of feature levels that accompany each row (deepstack).
     num_levels: Callable[[Any], int] = _no_levels
     # Maps the output of `get_image_features` to the rows, then each level.

@@ -26,7 +26,14 @@ from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_template_source
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
-from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES, head_shape, key_sources
+from lookonce.model.text_support import (
+    DELTA_NET_TYPE,
+    POSITIONS,
+    RECURRENT_TYPES,
+    head_shape,
+    key_sources,
+    longest_sequence,
+)
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
@@ -133,7 +140,17 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
     if recurrent:
         state_bytes = sum(_state_bytes(text, kind, weights.dtype.itemsize) for kind in recurrent)
         others = f", and {_size(state_bytes)} per request and per snapshot of {len(recurrent)} recurrent layers"
-    return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}{others}")]
+    cache = Finding("KV cache", True, f"{block}, {many}{others}")
+    return [Finding("text half", True, _described(weights)), cache, *_longest(text)]
+
+
+def _longest(text: Any) -> list[Finding]:
+    """Returns how long requests may be, if another field than the number of positions limits them."""
+    longest, field = longest_sequence(text)
+    if field == POSITIONS:
+        return []
+    detail = f"{longest:,} tokens of {text.max_position_embeddings:,} positions, limited by {field} in config.json"
+    return [Finding("longest request", True, detail)]
 
 
 def _layers_with_keys(text: Any, kinds: Sequence[str]) -> list[int]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
+from lookonce.model.inner_model import inner_model, with_inner_model
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import read_json_object, weight_files
@@ -61,7 +62,13 @@ def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: s
     QuantizedLinear; otherwise they get whole weights. Raises ModelFolderError if a wanted tensor is missing or has
     another shape.
     """
-    return _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"}, keep_codes)
+    model = _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"}, keep_codes)
+    for module in model.modules():
+        # Its factor is 1 in the sequences that are served (text_support.longest_sequence), but transformers computes it
+        # from places in the batch, where the decoder puts many sequences one after another.
+        if getattr(module, "attn_temperature_tuning", False):
+            module.attn_temperature_tuning = False
+    return model
 
 
 def detach_from_file(model: Any) -> None:
@@ -89,7 +96,10 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
         dropped = _dropped_modules(self, half)
         for parent, name in dropped:
             setattr(parent, name, torch.nn.Module())
-        prefixes = {("model." if parent is self.model else "") + name for parent, name in dropped}
+        if half is Half.VISION:
+            # Nothing is left to be tied: the language model and its head are gone.
+            self.all_tied_weights_keys = {}
+        prefixes = {("" if parent is self else "model.") + name for parent, name in dropped}
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
         if stored:
             left_out = replace_by_stored(self, stored.pop())
@@ -103,25 +113,24 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
         "__module__": base.__module__,
         "get_init_context": classmethod(get_init_context),
     }
-    if half is Half.VISION:
-        attributes["_tied_weights_keys"] = None
     return type(base.__name__, (base,), attributes)
 
 
 def text_child(model: Any) -> str:
-    """Returns the attribute name of the language model inside `model.model`."""
+    """Returns the attribute name of the language model inside the inner model."""
+    inner = inner_model(model)
     for name in _TEXT_CHILDREN:
-        if hasattr(model.model, name):
+        if hasattr(inner, name):
             return name
     raise ModelFolderError(f"{type(model).__name__} has no separate language model, so it cannot be split into halves")
 
 
 def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
-    text = text_child(model)
+    text, inner = text_child(model), inner_model(model)
     if half is Half.VISION:
-        unserved = [(model.model, name) for name in _UNSERVED_CHILDREN if hasattr(model.model, name)]
-        return [(model.model, text), (model, "lm_head"), *unserved]
-    return [(model.model, name) for name, _ in model.model.named_children() if name != text]
+        unserved = [(inner, name) for name in _UNSERVED_CHILDREN if hasattr(inner, name)]
+        return [(inner, text), (model, "lm_head"), *unserved]
+    return [(inner, name) for name, _ in inner.named_children() if name != text]
 
 
 def _refuse_integers(files: Sequence[pathlib.Path], quantized_layers: Collection[str]) -> None:
@@ -209,4 +218,5 @@ def _load(
             f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
         )
     restore_layers(model, keep_codes=keep_codes)
+    model = with_inner_model(model, None if half is Half.VISION else text_child(model))
     return model.eval().requires_grad_(False)

@@ -21,6 +21,9 @@ RECURRENT_TYPES = {
     DELTA_NET_TYPE: frozenset({"qwen3_5_text", "qwen3_5_moe_text"}),
     SHORT_CONVOLUTION_TYPE: frozenset({"lfm2"}),
 }
+# Layers whose tokens see those of their own chunk of the sequence, and the text models in which they are served: as
+# layers with full attention, in sequences of one chunk.
+CHUNKED_TYPE, _CHUNKED_MODEL_TYPES = "chunked_attention", frozenset({"llama4_text"})
 # Rope types whose rotary frequencies do not depend on the batch.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _BATCH_ROPE_TYPES = frozenset({"dynamic", "longrope"})
@@ -31,6 +34,8 @@ SINK_MODEL_TYPES = frozenset({
 })  # fmt: skip
 # Text models in which a rope of type `dynamic` with a fixed `alpha` does not depend on the batch either.
 _FIXED_ALPHA_MODEL_TYPES = frozenset({"hunyuan_vl_text"})
+# The field that limits sequences in most text models.
+POSITIONS = "max_position_embeddings"
 _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
 # Text models whose layers may have two shapes of heads, share keys and values, and take per-layer inputs.
@@ -74,6 +79,21 @@ def key_sources(text: Any) -> dict[int, int]:
     return {layer: last_of_type[text.layer_types[layer]] for layer in range(first, text.num_hidden_layers)}
 
 
+def longest_sequence(text: Any) -> tuple[int, str]:
+    """Returns the number of tokens up to which a text model is computed exactly, and the field that limits it.
+
+    It is max_position_embeddings, or fewer in two cases. Layers with chunks are served in sequences of one chunk, which
+    they see as a whole. Temperature tuning (arXiv:2501.19399) multiplies queries by a factor that grows with the
+    position. It is 1 in the first floor_scale - 1 positions, and the loaded text half does without it.
+    """
+    bounds = [(int(text.max_position_embeddings), POSITIONS)]
+    if CHUNKED_TYPE in (getattr(text, "layer_types", None) or ()):
+        bounds.append((int(text.attention_chunk_size), "attention_chunk_size"))
+    if getattr(text, "attn_temperature_tuning", False):
+        bounds.append((int(text.floor_scale) - 1, "floor_scale"))
+    return min(bounds, key=lambda bound: bound[0])
+
+
 def text_refusal(config: Any, mask: Mask) -> str | None:
     """Returns why a folder's text model cannot be served exactly and what to do, or None if it can.
 
@@ -88,7 +108,7 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
             f"the text model ({text.model_type}) lets tokens see later tokens (bidirectional attention), "
             f"which is not served; {_ADVICE}"
         )
-    for check in (_composition, _unserved_field, _layers, _rope, _heads, _window):
+    for check in (_composition, _unserved_field, _layers, _rope, _heads, _bounds, _window):
         reason: str | None = check(config, text)
         if reason is not None:
             return f"the text model ({text.model_type}) has {reason}"
@@ -125,6 +145,8 @@ def _layers(_config: Any, text: Any) -> str | None:
         return f"layers with a sliding window beside recurrent layers, which are not served together; {_ADVICE}"
     for layer, layer_type in enumerate(layer_types):
         if text.model_type in RECURRENT_TYPES.get(layer_type, ()):
+            continue
+        if layer_type == CHUNKED_TYPE and text.model_type in _CHUNKED_MODEL_TYPES:
             continue
         if layer_type not in _LAYER_TYPES:
             served = " and ".join(_LAYER_TYPES)
@@ -166,6 +188,13 @@ def _heads(_config: Any, text: Any) -> str | None:
                 f"no {name} in its configuration, which sizes the KV cache, so text models of type "
                 f"{text.model_type!r} are not served; use a model with another text model, such as llama or qwen2"
             )
+    return None
+
+
+def _bounds(_config: Any, text: Any) -> str | None:
+    chunk = getattr(text, "attention_chunk_size", None)
+    if CHUNKED_TYPE in (getattr(text, "layer_types", None) or ()) and (not isinstance(chunk, int) or chunk < 1):
+        return f"layers with chunks; attention_chunk_size in config.json must be a number ≥ 1, not {chunk!r}"
     return None
 
 

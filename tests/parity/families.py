@@ -171,7 +171,9 @@ class _Maker:
         bos = self.processor.tokenizer.bos_token
         has_bos = bool(bos) and rendered.startswith(bos)
         nested = [images] if images else None
-        return self.processor(text=rendered, images=nested, return_tensors="pt", add_special_tokens=not has_bos)
+        inputs = self.processor(text=rendered, images=nested, return_tensors="pt", add_special_tokens=not has_bos)
+        # Llama 4's processor gives pixels in bfloat16.
+        return inputs.to(torch.float32)
 
     def _inputs_without_template(self, parts: Sequence[str | PIL.Image.Image], images: list[PIL.Image.Image]) -> Any:
         """Returns a prompt's inputs, built here if it has no images: a prefix model's processor demands one."""

@@ -28,8 +28,11 @@ from tests.quantized_folders import FORMS, store_quantized
 from tests.tiny_families import FAMILIES
 
 # A plan of transformers with plain layers, one with products that are gathered, two of experts, recurrent layers beside
-# attention, feature levels (without a plan of transformers), a window, and text that is scaled and soft-capped.
-SPLIT_IN_TWO = ("llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision")
+# attention, feature levels (without a plan of transformers), a window, text that is scaled and soft-capped, and a
+# language model with a head of its own.
+SPLIT_IN_TWO = (
+    "llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision", "llama4",
+)  # fmt: skip
 SPLIT_IN_THREE = ("llava_clip", "qwen2_vl", "qwen3_vl")
 
 

@@ -40,11 +40,11 @@ class TextLinears:
     def __init__(self, model: Any) -> None:
         """`model` is the language half as transformers loads it: later, kernels may take the places of its layers."""
         child = text_child(model)
-        # Inputs and outputs by the layer's name in the text model.
+        # Inputs and outputs by the layer's name in the text model. Subclasses of linear layers may return other things.
         self._sizes = {
             name: (module.in_features, module.out_features)
             for name, module in getattr(model.model, child).named_modules()
-            if isinstance(module, torch.nn.Linear | QuantizedLinear)
+            if type(module) in (torch.nn.Linear, QuantizedLinear)
         }
         self._prefixes = (f"model.{child}.", "language_model.model.", "text_model.model.", "model.")
         self._others = [name for name, _ in model.model.named_children() if name != child]

@@ -17,6 +17,7 @@ from lookonce.model.adapter_folder import AdapterFolder, open_adapters
 from lookonce.model.half_model import load_text_half
 from tests.conftest import DEMO_MODEL
 from tests.lora_folders import lora_folder
+from tests.tiny_families import FAMILIES
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -168,3 +169,13 @@ def test_names_of_older_versions_are_understood(folder: pathlib.Path) -> None:
         found = read_low_ranks(AdapterFolder.open("one", folder), TextLinears(model))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name].up, expected[name].up) for name in found)
+
+
+@pytest.mark.parametrize("name", ["llama4"])
+def test_a_router_that_returns_more_than_a_linear_layer_is_refused(name: str, tmp_path: pathlib.Path) -> None:
+    path = FAMILIES[name].build(tmp_path / name)
+    linears = TextLinears(load_text_half(path, torch.float32, "eager"))
+    assert read_low_ranks(AdapterFolder.open("one", lora_folder(tmp_path / "one", path)), linears)
+    of_routers = lora_folder(tmp_path / "two", path, target_modules=r".*\.router")
+    with pytest.raises(ModelFolderError, match=r"feed_forward\.router, which is no linear layer"):
+        read_low_ranks(AdapterFolder.open("two", of_routers), linears)

@@ -133,6 +133,9 @@ def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder
         ("ovis2", True, {"hidden_stride": 4}, "do not fill squares of 4"),
         ("minicpmv4_6", False, {"downsample_mode": "4x"}, "counts rows for downsample_mode '16x'"),
         ("granite4_vision", False, {"vision_feature_select_strategy": "default"}, "drops a patch"),
+        ("muse_glimmer", True, {"merge_size": 1}, "has patch_size, merge_size and temporal_patch_size"),
+        ("llama4", True, {"image_size": 112}, "tiles of 56 × 56 pixels, but its vision tower takes squares of 112"),
+        ("llama4", True, {"patch_size": 28}, "gives 4 rows per tile, by .*, but its vision tower gives 1"),
     ],
 )
 def test_a_configuration_that_its_family_refuses_is_refused_with_the_familys_reason(
@@ -164,9 +167,11 @@ def test_options_that_the_model_does_not_have_are_refused_by_name(
     assert field in str(raised.value)
 
 
-def test_an_image_that_the_processor_refuses_is_too_large(built: Folder) -> None:
-    with pytest.raises(ImageTooLargeError, match="10×4000"):
-        load(built("qwen2_vl")).image_shape(10, 4000, ProcessorOptions())
+# Muse Glimmer's processor takes any size, and makes more rows than its bound from a very elongated image.
+@pytest.mark.parametrize(("name", "width", "height"), [("qwen2_vl", 10, 4000), ("muse_glimmer", 7000, 2)])
+def test_an_image_that_is_too_elongated_is_too_large(name: str, width: int, height: int, built: Folder) -> None:
+    with pytest.raises(ImageTooLargeError, match=f"{width}×{height}"):
+        load(built(name)).image_shape(width, height, ProcessorOptions())
 
 
 def test_images_are_served_and_videos_refused_where_the_config_names_no_video_token(copied: Folder) -> None:
