@@ -20,6 +20,7 @@ def _shuffle_ratio(source: FamilySource) -> float:
 
 
 def _sizing(source: FamilySource) -> ImageSizing:
+    # The processor's own function takes the resolutions as a tensor.
     import torch
     from transformers.models.llama4.image_processing_llama4 import find_supported_resolutions, get_best_fit
 
