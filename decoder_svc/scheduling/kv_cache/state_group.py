@@ -133,12 +133,13 @@ class StateGroup:
         """
         distance = self._interval * self._block_size
         copies: dict[int, int] = {}
-        for num_tokens in range(start + 1, start + num_drafts + 1):
+        # The state behind the last draft needs a copy only as a snapshot.
+        for num_tokens in range(start + 1, start + num_drafts + 2):
             # The token before the drafts is known, and has its snapshot already.
             is_border = publishes and num_tokens > start + 1 and num_tokens % distance == 0
             if is_border and self.pool.num_free_blocks > 0:
                 (copies[num_tokens],) = self.pool.allocate(1)
-            else:
+            elif num_tokens <= start + num_drafts:
                 copies[num_tokens] = self._free_draft_states.pop()
         self._drafts[request_id] = copies
         return replace(use, taken=(*use.taken, *copies.items()))
@@ -148,7 +149,7 @@ class StateGroup:
 
         With `publishes`, snapshots behind accepted drafts can be found from now on; their blocks must have hashes.
         """
-        # Without a copy behind the last accepted one, all were accepted, and the state is that behind the last draft.
+        # If all were accepted, the state is that behind the last draft, whether or not there is a copy of it.
         for num_seen, copy in self._drafts.pop(request.request_id, {}).items():
             if publishes and copy < self.pool.num_blocks and num_seen <= num_tokens:
                 block_hash = request.block_hashes[num_seen // self._block_size - 1]
