@@ -328,7 +328,9 @@ class KVCacheManager:
         self._num_published[request.request_id] = num_full
 
     def holds_any_of_steps(self, request_id: RequestId) -> bool:
-        """Whether the request holds a block that was published in a step without an end."""
+        """Whether the request holds a block, or continues from a snapshot, of a step without an end."""
+        if self._states is not None and self._states.loads_of_steps(request_id):
+            return True
         return any(group.holds_any(request_id, chain(*group.unproven)) for group in self._groups)
 
     def withdraw_steps(self) -> None:

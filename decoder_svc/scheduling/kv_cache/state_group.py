@@ -172,6 +172,11 @@ class StateGroup:
         """Ends the oldest step without an end: its snapshots are taken."""
         del self.unproven[:1]
 
+    def loads_of_steps(self, request_id: RequestId) -> bool:
+        """Whether a request continues from a snapshot that a step without an end takes."""
+        snapshot = self._to_load.get(request_id)
+        return snapshot is not None and any(snapshot in step for step in self.unproven)
+
     def withdraw_steps(self) -> None:
         """Ends all steps because they failed: their snapshots hold anything."""
         self.pool.withdraw(chain(*self.unproven))

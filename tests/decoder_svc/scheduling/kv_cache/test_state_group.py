@@ -5,9 +5,10 @@ from __future__ import annotations
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT
 from decoder_svc.scheduling.kv_cache.kv_pool_size import KVPoolConfig, StateCosts, state_group_size
 from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
-from decoder_svc.scheduling.request import CacheScope
+from decoder_svc.scheduling.request import CacheScope, RequestId
 from decoder_svc.scheduling.scheduler import Scheduler
-from tests.decoder_svc.scheduling.simulation import chunks, request, scheduler, step
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
+from tests.decoder_svc.scheduling.simulation import chunks, image, request, scheduler, step
 
 # Blocks have four tokens.
 INTERVAL = 2
@@ -113,6 +114,49 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     # A snapshot of the last whole block is taken, so the others wait for it.
     assert chunks(step(target)) == [("a", 12, 9), ("other", 0, 2)]
     assert chunks(step(target)) == [("b", 20, 1), ("c", 20, 1)]
+
+
+def test_a_request_does_not_continue_from_a_snapshot_of_a_step_that_failed() -> None:
+    """It adopts the snapshot while the step runs, with blocks of an earlier request, and gets no chunk meanwhile."""
+    target = scheduler(token_budget=9, num_blocks=200, states=StateGroupSize(8, 2, 4), cache_rows=4)
+
+    def settle(output: SchedulerOutput) -> None:
+        sampled = [SampledToken(chunk.request_id, 7, None) for chunk in output.chunks if chunk.samples]
+        target.update(output, sampled)
+
+    def arrive(output: SchedulerOutput) -> None:
+        for fetch in output.fetches:
+            target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
+
+    # The blocks of a text are cached, but other snapshots have taken the place of its own.
+    for name, picture, text in (("first", "u", "t"), ("other", "w", "other")):
+        target.add(request(name, 60, (image(picture, 4, 4),), text=text, max_tokens=1))
+        while target.has_requests():
+            output = target.schedule()
+            settle(output)
+            arrive(output)
+    for arrival_s, name in enumerate(("a", "b")):
+        target.add(request(name, 60, (image("u", 4, 4),), text="t", max_tokens=1, arrival_s=arrival_s))
+    states = target.kv_cache._states
+    assert states is not None
+    in_flight = None
+    for _ in range(30):
+        output = target.schedule()
+        if in_flight is not None and RequestId("b") in states._to_load:
+            break
+        if in_flight is not None:
+            settle(in_flight)
+        target.advance(output)
+        in_flight = output
+        arrive(output)
+    assert in_flight is not None
+    taken = {copy for chunk in in_flight.chunks if chunk.states is not None for _, copy in chunk.states.taken}
+    assert states._to_load[RequestId("b")] in taken
+    target.fail_step(in_flight, output)
+    (chunk,) = target.schedule().chunks
+    assert (chunk.request_id, chunk.start) == ("b", 0)
+    assert chunk.states is not None
+    assert chunk.states.loaded is None
 
 
 def test_running_requests_with_equal_tokens_take_each_snapshot_once() -> None:
