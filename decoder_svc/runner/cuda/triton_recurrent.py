@@ -34,7 +34,8 @@ def _convolve(
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Convolves some tokens in some channels. Grid: blocks of tokens, blocks of channels."""
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    # With many tokens, places of inputs do not fit into 32 bits.
+    tokens = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_token, is_channel = tokens < num_tokens, channels < NUM_CHANNELS
     sequences = tl.load(token_sequences + tokens, mask=is_token, other=0)
@@ -64,7 +65,7 @@ def _convolve(
     if HAS_SILU:
         sums = sums / (1.0 + tl.exp(-sums))
     tl.store(
-        outputs + tokens.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :],
+        outputs + tokens[:, None] * NUM_CHANNELS + channels[None, :],
         sums.to(outputs.dtype.element_ty), mask=is_inside,
     )  # fmt: skip
 
