@@ -86,6 +86,9 @@ def _refusal(source: FamilySource) -> str | None:
             f"its image processor counts rows for downsample_mode {processor.downsample_mode!r}, and its model "
             f"computes them for {config.downsample_mode!r}"
         )
+    num_layers = config.vision_config.num_hidden_layers
+    if config.downsample_mode == "16x" and not 0 <= config.insert_layer_id < num_layers:
+        return f"its merger follows layer {config.insert_layer_id} (insert_layer_id) of a tower of {num_layers} layers"
     return None
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-# Arguments are sizes and numbers of layers; those of all towers are far below it.
-_LARGEST_NUMBER = 4096
+# Arguments are sizes and numbers of layers, of the tower or of each of its few stages. Those of all towers are far
+# below these.
+_LARGEST_NUMBER, _MOST_STAGES, _MOST_LAYERS = 4096, 8, 128
+_LAYERS = ("layers", "depth")
 
 
 def tower_refusal(config: Any, names: Collection[str], arguments: Collection[str]) -> str | None:
@@ -18,15 +20,22 @@ def tower_refusal(config: Any, names: Collection[str], arguments: Collection[str
     vision = config.vision_config
     if vision.model_type != "timm_wrapper":
         return f"its vision tower has the type {vision.model_type!r}, but only timm_wrapper is served"
-    # The part behind a dot names weights, which timm would download.
-    if vision.architecture.partition(".")[0] not in names:
+    # The part behind a dot names weights, which timm would download. Some versions look behind a slash for the tower.
+    if vision.architecture.partition(".")[0] not in names or not {"/", ":"}.isdisjoint(vision.architecture):
         return f"its vision tower is {vision.architecture!r}, but only {', '.join(sorted(names))} can be used"
     given = vision.model_args or {}
     others = sorted(given.keys() - set(arguments))
     if others:
         return f"its vision tower has arguments (model_args) that are not known: {', '.join(others)}"
-    for name, value in given.items():
-        numbers = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(number, (int, float)) and not 0 <= number <= _LARGEST_NUMBER for number in numbers):
-            return f"{name} of its vision tower must have numbers from 0 to {_LARGEST_NUMBER}, not {value}"
+    return next((refusal for name, value in given.items() if (refusal := _argument_refusal(name, value))), None)
+
+
+def _argument_refusal(name: str, value: Any) -> str | None:
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(number, (int, float)) and not 0 <= number <= _LARGEST_NUMBER for number in numbers):
+        return f"{name} of its vision tower must have numbers from 0 to {_LARGEST_NUMBER}, not {str(value)[:100]}"
+    if len(numbers) > _MOST_STAGES:
+        return f"{name} of its vision tower has {len(numbers)} numbers, but at most {_MOST_STAGES} are known"
+    if name in _LAYERS and sum(number for number in numbers if isinstance(number, int)) > _MOST_LAYERS:
+        return f"its vision tower has more than {_MOST_LAYERS} layers ({name})"
     return None

@@ -26,13 +26,22 @@ from lookonce.model.text_support import text_refusal
 # Suffix of the keys of tokenizer_config.json that name special tokens.
 _TOKEN_SUFFIX = "_token"
 _NO_TORCHVISION = (
-    "the image processor of this model needs torchvision: install the version that fits the installed torch "
-    "(pip install 'lookonce[torchvision]')"
+    "the image processor of this model needs torchvision, which is not installed or cannot be imported: install the "
+    "version that fits the installed torch (pip install 'lookonce[torchvision]')"
 )
 _NO_TIMM = (
     "the vision tower of this model needs timm and torchvision: install timm, and the torchvision that fits the "
     "installed torch (pip install 'lookonce[timm]')"
 )
+# Settings of image processors from which the rows of every image are computed, and the smallest and largest values with
+# which that takes no time. Those of published models are far from the largest ones.
+_PROCESSOR_BOUNDS = {
+    **dict.fromkeys(("min_tiles", "max_tiles", "min_patches", "max_patches", "max_num_tiles"), (1, 64)),
+    "max_slice_nums": (0, 64),
+    **dict.fromkeys(("merge_size", "downsample_factor", "temporal_patch_size"), (1, 64)),
+    **dict.fromkeys(("tile_size", "scale_resolution", "encoder_patch_size", "patch_size"), (1, 8192)),
+    **dict.fromkeys(("min_image_tokens", "max_image_tokens"), (1, 1 << 16)),
+}
 _NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
 
 
@@ -182,7 +191,7 @@ def _video_model(source: FamilySource, rule: PairRule | FrameRule) -> VideoModel
 def _config(folder: ModelFolder) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, StrictDataclassError, *CONFIGURATION_FAULTS) as error:
+    except (OSError, ImportError, StrictDataclassError, *CONFIGURATION_FAULTS) as error:
         raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {error}") from error
 
 
@@ -201,10 +210,17 @@ def _image_processor(folder: ModelFolder, data: Family) -> Any:
         processor = transformers.AutoImageProcessor.from_pretrained(
             folder.path, backend=backend, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ImportError, *CONFIGURATION_FAULTS) as error:
         raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
     if getattr(processor, "backend", None) != backend:
         raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
+    for name, (least, most) in _PROCESSOR_BOUNDS.items():
+        value = getattr(processor, name, None)
+        # A comparison with NaN is false.
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            raise ModelFolderError(
+                f"{folder.path}: {name} of the image processor must be a number from {least} to {most}, not {value}"
+            )
     return processor
 
 

@@ -29,13 +29,15 @@ _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 # Sizes in config.json and its parts, and their largest values: far above those of any model, and small enough that a
 # product of two can be computed and refused.
-_LARGEST_SIZE, _MOST_LAYERS = 1 << 24, 4096
+_LARGEST_SIZE, _MOST_LAYERS, _MOST_LABELS = 1 << 24, 4096, 1 << 16
 _SIZES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "embed_dim"), _LARGEST_SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"), _LARGEST_SIZE),
     **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
+    # transformers makes a name for each.
+    "num_labels": _MOST_LABELS,
 }
 _TOKENS = ("image_token_index", "image_token_id", "video_token_index", "video_token_id")
 # Types that are not served, with the property that stands against it (docs/adr/0048).

@@ -53,16 +53,22 @@ def import_torchvision() -> Any:
     Whoever imports it for the first time calls this; afterwards `import torchvision` works.
     """
     try:
-        return importlib.import_module(PACKAGE)
+        importlib.import_module(PACKAGE)
     except RuntimeError:
         # The failed import has left its parts behind.
         for name in [each for each in sys.modules if each.startswith(f"{PACKAGE}.")]:
             del sys.modules[name]
-    _declare_operators()
+        _declare_operators()
+    except (Exception, SystemExit):
+        # It fails once more below.
+        pass
     try:
-        return importlib.import_module(PACKAGE)
-    except RuntimeError as error:
-        raise ImportError(f"torchvision does not fit the installed PyTorch: {error}") from error
+        # Image processors need this part.
+        importlib.import_module(f"{PACKAGE}.transforms.v2")
+        return sys.modules[PACKAGE]
+    # A package that is broken, or is another one of this name, may raise anything.
+    except (Exception, SystemExit) as error:
+        raise ImportError(f"torchvision does not fit the installed PyTorch: {type(error).__name__}: {error}") from error
 
 
 @functools.cache

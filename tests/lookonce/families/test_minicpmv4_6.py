@@ -96,3 +96,27 @@ def test_a_tokenizer_without_the_markers_of_numbers_is_refused(changed: Changed)
         ModelFolderError, match=r"lacks something that MiniCPM-V 4\.6 needs: KeyError 'image_id_end_token'"
     ):
         FamilyModel.load(ModelFolder.open(path))
+
+
+@pytest.mark.parametrize("insert_layer_id", [-1, 99])
+def test_a_merger_behind_no_layer_is_refused(changed: Changed, insert_layer_id: int) -> None:
+    """The tower would give more rows than the prompt has, and transformers takes the first ones."""
+    path = changed()
+    edit(path, "config.json", {"insert_layer_id": insert_layer_id})
+    with pytest.raises(ModelFolderError, match=f"follows layer {insert_layer_id} "):
+        FamilyModel.load(ModelFolder.open(path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_slice_nums": 10**6}, "max_slice_nums of the image processor must be a number from 0 to 64"),
+        ({"scale_resolution": 10**9}, "scale_resolution of the image processor must be a number from 1 to 8192"),
+        ({"scale_resolution": float("nan")}, "not nan"),
+    ],
+)
+def test_settings_with_which_sizes_take_minutes_are_refused(
+    changed: Changed, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ModelFolderError, match=named):
+        FamilyModel.load(ModelFolder.open(changed(**settings)))

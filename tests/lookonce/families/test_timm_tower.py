@@ -46,9 +46,28 @@ def test_a_known_tower_with_known_arguments_is_built(architecture: str, argument
     assert tower_refusal(_config(architecture=architecture, **arguments), ["tower"], ["depth", "width"]) is None
 
 
-@pytest.mark.parametrize("architecture", ["towers", "hf-hub:somebody/tower", "local-dir:/tower", "", ".tower"])
+# Some versions of timm take what is behind a slash or a colon for the name.
+OTHER_PARTS = ["tower.x/other", "tower.hf-hub:x"]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["towers", "hf-hub:somebody/tower", "local-dir:/tower", "", ".tower", *OTHER_PARTS],
+)
 def test_another_name_is_refused(architecture: str) -> None:
     assert "but only tower can be used" in (tower_refusal(_config(architecture=architecture), ["tower"], []) or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"width": [1] * 9}, "has 9 numbers, but at most 8"),
+        ({"depth": 129}, "more than 128 layers"),
+        ({"depth": [64, 65]}, "more than 128 layers"),
+    ],
+)
+def test_towers_that_would_take_minutes_to_build_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    assert reason in (tower_refusal(_config(**arguments), ["tower"], ["depth", "width"]) or "")
 
 
 def test_arguments_that_could_read_files_are_refused() -> None:

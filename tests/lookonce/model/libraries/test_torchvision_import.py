@@ -48,10 +48,14 @@ def test_a_model_that_needs_it_gets_it() -> None:
     assert lines_of(IMPORTS.format(needs=True) + RESIZES, INSTALLED) == ["True True", "torchvision (1, 3, 8, 8)"]
 
 
+# The last one imports, but has no parts.
+@pytest.mark.parametrize("content", [NO_OPERATORS, "raise SystemExit(3)", "raise OSError('no such library')", ""])
 @pytest.mark.parametrize("needs", [False, True])
-def test_where_it_cannot_be_imported_it_counts_as_not_installed(tmp_path: pathlib.Path, needs: bool) -> None:
+def test_where_it_cannot_be_imported_it_counts_as_not_installed(
+    tmp_path: pathlib.Path, needs: bool, content: str
+) -> None:
     (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text(NO_OPERATORS)
+    (tmp_path / "torchvision" / "__init__.py").write_text(content)
     assert lines_of(IMPORTS.format(needs=needs), tmp_path) == ["False False"]
 
 
