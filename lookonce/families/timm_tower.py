@@ -13,11 +13,16 @@ from typing import Any
 _LARGEST_NUMBER = 4096
 
 
-def tower_refusal(config: Any, names: Collection[str], arguments: Collection[str]) -> str | None:
-    """Returns why a folder's tower is not built, or None if it has one of these names and no other arguments."""
+def tower_refusal(
+    config: Any, names: Collection[str], arguments: Collection[str], model_type: str = "timm_wrapper"
+) -> str | None:
+    """Returns why a folder's tower is not built, or None if it has one of these names and no other arguments.
+
+    `model_type` is the type that the family's vision configuration has.
+    """
     vision = config.vision_config
-    if vision.model_type != "timm_wrapper":
-        return f"its vision tower has the type {vision.model_type!r}, but only timm_wrapper is served"
+    if vision.model_type != model_type:
+        return f"its vision tower has the type {vision.model_type!r}, but only {model_type} is served"
     # The part behind a dot names weights, which timm would download.
     if vision.architecture.partition(".")[0] not in names:
         return f"its vision tower is {vision.architecture!r}, but only {', '.join(sorted(names))} can be used"
