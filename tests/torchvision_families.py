@@ -13,7 +13,9 @@ import sys
 from lookonce.model.libraries import torchvision_import
 
 # These are names of tiny families.
-TORCHVISION_FAMILIES = frozenset({"cohere2_vision", "fast_vlm", "gemma3n", "lfm2_vl", "perception_lm"})
+TORCHVISION_FAMILIES = frozenset(
+    {"cohere2_vision", "fast_vlm", "gemma3n", "gemma4_unified", "lfm2_vl", "perception_lm"}
+)
 # Here `make venv` installs torchvision and timm.
 INSTALLED = pathlib.Path(sys.prefix) / "torchvision"
 HAS_TORCHVISION = torchvision_import.is_installed()

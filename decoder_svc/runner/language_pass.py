@@ -130,7 +130,7 @@ class LanguagePass:
     def _add_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor) -> None:
         """Adds what the layers of a model look up by themselves, if they do."""
         text_model = getattr(self.model.model, text_child(self.model))
-        if text_model.hidden_size_per_layer_input:
+        if getattr(text_model, "hidden_size_per_layer_input", 0):
             arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(self._known(token_ids)[None])
 
     def logits_of(self, hidden: Tensor) -> Tensor:

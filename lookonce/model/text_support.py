@@ -35,7 +35,11 @@ _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
 # Text models whose layers may have two shapes of heads, share keys and values, and take per-layer inputs. Each belongs
 # to one type of whole models, whose family knows which tokens layers look up.
-_SHARING_MODEL_TYPES = {"gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
+_SHARING_MODEL_TYPES = {
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4_unified",
+}
 _SHARING_FIELDS = frozenset({"hidden_size_per_layer_input", "num_kv_shared_layers"})
 # Configuration fields of features that the decoder does not support, with their description.
 _UNSERVED_FIELDS = {

@@ -27,7 +27,7 @@ SMALL_STEP = 23
 # Families with sliding-window layers.
 WINDOWED = FAMILIES.keys() & {
     "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_moe",
-    "paligemma2",
+    "gemma4_unified", "paligemma2",
 }  # fmt: skip
 # Families with recurrent layers, which test_recurrent_states.py looks at.
 RECURRENT = FAMILIES.keys() & {"lfm2_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"}

@@ -20,7 +20,7 @@ NUM_BLOCKS = 40
 
 # Three position axes; feature levels; a window and mutual spans; embeddings from beside the table and sparse
 # activations; prompts that see themselves and soft-capped scores.
-NAMES = FAMILIES.keys() & {"qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "paligemma2"}
+NAMES = FAMILIES.keys() & {"qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma2"}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
