@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,9 +193,16 @@ FORMS: dict[str, StoredForm] = {
 
 
 def store_quantized(
-    folder: pathlib.Path, form: StoredForm, whole_folder: pathlib.Path | None = None, *, vision: bool = False
+    folder: pathlib.Path,
+    form: StoredForm,
+    whole_folder: pathlib.Path | None = None,
+    *,
+    vision: bool = False,
+    others: Collection[str] = (),
 ) -> list[str]:
     """Stores the linear layers of the language model and its head, or of the vision tower; returns their names.
+
+    `others` are names of layers that are stored as well.
 
     The weights that they stand for are written to `whole_folder`, which holds the same model.
     """
@@ -205,7 +212,13 @@ def store_quantized(
     names = [
         name.removesuffix(".weight")
         for name, tensor in layers.items()
-        if _LINEAR.search(name) and tensor.ndim == 2 and len(tensor) % 8 == 0 and bool(_NOT_TEXT.search(name)) == vision
+        if name.removesuffix(".weight") in others
+        or (
+            _LINEAR.search(name)
+            and tensor.ndim == 2
+            and len(tensor) % 8 == 0
+            and bool(_NOT_TEXT.search(name)) == vision
+        )
     ]
     for seed, name in enumerate(names):
         weight = layers.pop(f"{name}.weight")

@@ -64,7 +64,8 @@ class DecoderFamily:
         self.num_levels = model.num_levels
         # Tokens that the language model sends to the experts of images.
         self.image_expert_ids = data.image_expert_ids(model.source.config)
-        # Tokens that count as padding where they have no row, and where layers look tokens up; None: there are none.
+        # Tokens that count as padding where they have no row, and where layers look tokens up; None: layers look
+        # nothing up.
         self.padded_input_ids = data.padded_input_ids(model.source.config)
         self.finish_text = data.finish_text
         # Text before the k-th image's expansion, counted from 0.

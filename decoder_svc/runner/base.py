@@ -26,6 +26,7 @@ from decoder_svc.runner.attention import AttentionBackend, forward_context, regi
 from decoder_svc.runner.graphs.chunk_table import ChunkShape
 from decoder_svc.runner.graphs.decode_table import Decoded, Record, StepShape
 from decoder_svc.runner.graphs.inputs import PoolShape
+from decoder_svc.runner.graphs.sparse_activations import fix_sparse_activations
 from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
@@ -50,6 +51,7 @@ from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
+from lookonce.model.fixed_embeddings import fixed_embeddings
 from lookonce.model.half_model import text_child
 from lookonce.model.text_support import HeadShape, head_shape, key_sources, longest_sequence
 from lookonce.model.weight_bytes import weight_bytes
@@ -105,6 +107,7 @@ class ModelRunnerBase(ABC):
                 f"kv_cache_dtype int8 is not offered by the attention backend {self.backend.name}, but by our own "
                 "kernels; leave it out"
             )
+        fix_sparse_activations(getattr(self.model.model, text_child(self.model)), self.model.dtype)
         # None: the model has no recurrent layers.
         self.recurrent = self._install_recurrent_layers()
         self._load_adapters()
@@ -116,7 +119,8 @@ class ModelRunnerBase(ABC):
             family.level_arguments,
             self._calc_mrope_positions,
             torch.tensor(experts, device=self.device) if experts else None,
-            None if padded is None else torch.tensor(padded, device=self.device),
+            None if padded is None else torch.tensor(padded, dtype=torch.int64, device=self.device),
+            fixed_embeddings(self.model),
             can_narrow=self.computes_any_tokens,
         )
         with torch.inference_mode():

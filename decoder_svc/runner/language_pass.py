@@ -17,6 +17,7 @@ from decoder_svc.runner.graphs.chunk_table import ChunkInputs
 from decoder_svc.runner.graphs.decode_table import DecodeInputs
 from decoder_svc.runner.shared_keys import computing_only
 from decoder_svc.runner.step_metadata import recorded_metadata
+from lookonce.model.fixed_embeddings import FixedEmbeddings
 from lookonce.model.half_model import text_child
 
 
@@ -50,8 +51,11 @@ class LanguagePass:
     model_positions: Callable[[Tensor], Tensor]
     # Ids of tokens that the model sends to the experts of images; None for a model without such experts.
     image_expert_ids: Tensor | None = None
-    # Ids of tokens that count as padding where they have no row, and where layers look tokens up; None: there are none.
+    # Ids of tokens that count as padding where they have no row, and where layers look tokens up; None: layers look
+    # nothing up.
     padded_input_ids: Tensor | None = None
+    # Embeddings of tokens that are not looked up in the table; None: all are.
+    fixed_embeddings: FixedEmbeddings | None = None
     # Whether late layers that read the keys of others may compute only the sampled tokens.
     can_narrow: bool = False
     # Whether the layers and the head are called without the model around them; see `wraps_nothing`.
@@ -62,14 +66,14 @@ class LanguagePass:
         table = self.model.get_input_embeddings()
         # Placeholder ids may lie outside the table; their embeddings are overwritten anyway.
         embeddings: Tensor = table(self._known(token_ids).clamp(max=table.num_embeddings - 1))
-        return embeddings
+        return embeddings if self.fixed_embeddings is None else self.fixed_embeddings(token_ids, embeddings)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Returns the ids with padding where the model looks up a placeholder of images, videos or sound as such.
 
         A prompt of tokens may have such a token without an image, and an answer may contain one.
         """
-        if self.padded_input_ids is None:
+        if self.padded_input_ids is None or not len(self.padded_input_ids):
             return token_ids
         text_model = getattr(self.model.model, text_child(self.model))
         return token_ids.masked_fill(torch.isin(token_ids, self.padded_input_ids), text_model.config.pad_token_id)
@@ -126,7 +130,7 @@ class LanguagePass:
     def _add_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor) -> None:
         """Adds what the layers of a model look up by themselves, if they do."""
         text_model = getattr(self.model.model, text_child(self.model))
-        if text_model.hidden_size_per_layer_input:
+        if getattr(text_model, "hidden_size_per_layer_input", 0):
             arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(self._known(token_ids)[None])
 
     def logits_of(self, hidden: Tensor) -> Tensor:

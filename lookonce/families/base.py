@@ -281,6 +281,10 @@ def _no_padded_ids(_config: Any) -> None:
     return None
 
 
+def _no_embedders(_config: Any) -> Mapping[str, range]:
+    return {}
+
+
 def _never(_config: Any) -> bool:
     return False
 
@@ -342,8 +346,11 @@ class Family:
     # none.
     image_expert_ids: Callable[[Any], tuple[int, ...]] = _no_ids
     # Maps the configuration to the ids of tokens that count as padding where they have no row, and where layers look
-    # tokens up by themselves; None: there are no such tokens.
+    # tokens up by themselves; None: layers look nothing up.
     padded_input_ids: Callable[[Any], tuple[int, ...] | None] = _no_padded_ids
+    # Maps the configuration to the modules beside the language model that embed some tokens instead of its table: a
+    # module's name in the inner model, and the ids of its tokens. A module takes them as `input_ids`.
+    embedders: Callable[[Any], Mapping[str, range]] = _no_embedders
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
     # Maps an image's number among the images of its prompt, counted from 0, to the text before its expansion.

@@ -15,11 +15,16 @@ _LARGEST_NUMBER, _MOST_STAGES, _MOST_LAYERS = 4096, 8, 128
 _LAYERS = ("layers", "depth")
 
 
-def tower_refusal(config: Any, names: Collection[str], arguments: Collection[str]) -> str | None:
-    """Returns why a folder's tower is not built, or None if it has one of these names and no other arguments."""
+def tower_refusal(
+    config: Any, names: Collection[str], arguments: Collection[str], model_type: str = "timm_wrapper"
+) -> str | None:
+    """Returns why a folder's tower is not built, or None if it has one of these names and no other arguments.
+
+    `model_type` is the type that the family's vision configuration has.
+    """
     vision = config.vision_config
-    if vision.model_type != "timm_wrapper":
-        return f"its vision tower has the type {vision.model_type!r}, but only timm_wrapper is served"
+    if vision.model_type != model_type:
+        return f"its vision tower has the type {vision.model_type!r}, but only {model_type} is served"
     # The part behind a dot names weights, which timm would download. Some versions look behind a slash for the tower.
     if vision.architecture.partition(".")[0] not in names or not {"/", ":"}.isdisjoint(vision.architecture):
         return f"its vision tower is {vision.architecture!r}, but only {', '.join(sorted(names))} can be used"

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
+from lookonce.model.fixed_embeddings import embedders, fix_embeddings
 from lookonce.model.inner_model import inner_model, with_inner_model
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
@@ -58,6 +59,7 @@ def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
 def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str, *, keep_codes: bool = False) -> Any:
     """Loads the model with language model and head only; `attention` is a name registered with transformers.
 
+    Modules that embed tokens beside the language model become FixedEmbeddings.
     `dtype` None means the checkpoint's. With `keep_codes`, linear layers that are stored quantized become
     QuantizedLinear; otherwise they get whole weights. Raises ModelFolderError if a wanted tensor is missing or has
     another shape.
@@ -130,7 +132,8 @@ def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
     if half is Half.VISION:
         unserved = [(inner, name) for name in _UNSERVED_CHILDREN if hasattr(inner, name)]
         return [(inner, text), (model, "lm_head"), *unserved]
-    return [(inner, name) for name, _ in inner.named_children() if name != text]
+    kept = {text, *embedders(model.config)}
+    return [(inner, name) for name, _ in inner.named_children() if name not in kept]
 
 
 def _refuse_integers(files: Sequence[pathlib.Path], quantized_layers: Collection[str]) -> None:
@@ -217,6 +220,11 @@ def _load(
         raise ModelFolderError(
             f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
         )
+    if half is Half.TEXT:
+        for name in embedders(config):
+            # Each is used once, here, on the host.
+            restore_layers(getattr(model.model, name), keep_codes=False)
+        fix_embeddings(model)
     restore_layers(model, keep_codes=keep_codes)
     model = with_inner_model(model, None if half is Half.VISION else text_child(model))
     return model.eval().requires_grad_(False)

@@ -38,8 +38,13 @@ _FIXED_ALPHA_MODEL_TYPES = frozenset({"hunyuan_vl_text"})
 POSITIONS = "max_position_embeddings"
 _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
-# Text models whose layers may have two shapes of heads, share keys and values, and take per-layer inputs.
-_SHARING_MODEL_TYPES = frozenset({"gemma4_text"})
+# Text models whose layers may have two shapes of heads, share keys and values, and take per-layer inputs. Each belongs
+# to one type of whole models, whose family knows which tokens layers look up.
+_SHARING_MODEL_TYPES = {
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4_unified",
+}
 _SHARING_FIELDS = frozenset({"hidden_size_per_layer_input", "num_kv_shared_layers"})
 # Configuration fields of features that the decoder does not support, with their description.
 _UNSERVED_FIELDS = {
@@ -115,6 +120,10 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
     return None
 
 
+def _may_share(config: Any, text: Any) -> bool:
+    return text.model_type in _SHARING_MODEL_TYPES and config.model_type == _SHARING_MODEL_TYPES[text.model_type]
+
+
 def _composition(config: Any, text: Any) -> str | None:
     for part in (config, text):
         if getattr(part, "is_encoder_decoder", False):
@@ -123,7 +132,7 @@ def _composition(config: Any, text: Any) -> str | None:
         return f"attention sinks, which are not served; {_ADVICE}"
     if not getattr(text, "is_heterogeneous", False):
         return None
-    if text.model_type not in _SHARING_MODEL_TYPES:
+    if not _may_share(config, text):
         return f"layers of different shapes, but all layers share one KV cache shape; {_ADVICE}"
     shapes = {(kind, head_shape(text, layer)) for layer, kind in enumerate(text.layer_types)}
     if len(shapes) > len(set(text.layer_types)):
@@ -131,10 +140,10 @@ def _composition(config: Any, text: Any) -> str | None:
     return None
 
 
-def _unserved_field(_config: Any, text: Any) -> str | None:
+def _unserved_field(config: Any, text: Any) -> str | None:
     for name, meaning in _UNSERVED_FIELDS.items():
         value = getattr(text, name, None)
-        if value and not (name in _SHARING_FIELDS and text.model_type in _SHARING_MODEL_TYPES):
+        if value and not (name in _SHARING_FIELDS and _may_share(config, text)):
             return f"{meaning}, which are not served ({name} is {value!r}); {_ADVICE}"
     return None
 

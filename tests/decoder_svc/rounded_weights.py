@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from lookonce.model.kernels.quantized_weight import quantized
 
-# Vision towers, and layers that choose experts.
-_TEXT = re.compile(r"\.layers\.|per_layer_model_projection")
-_KEPT = re.compile(r"vision|visual|\bgate\.weight|router")
+_TEXT = re.compile(r"\.layers\.|per_layer_model_projection|\baltup_")
+# Vision towers, layers that choose experts, and those that mix hidden states.
+_KEPT = re.compile(r"vision|visual|\bgate\.weight|router|\baltup\.")
 
 
 def round_weights(folder: pathlib.Path, bits: int) -> None:

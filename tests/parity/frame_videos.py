@@ -301,6 +301,30 @@ class Gemma(FrameModel):
         return patches, places
 
 
+class GemmaUnified(Gemma):
+    """Gemma 4 Unified: the same rows. Pixels are those of transformers' own processor of videos."""
+
+    def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
+        """Returns the arguments with pixels."""
+        from transformers.models.gemma4_unified.video_processing_gemma4_unified import Gemma4UnifiedVideoProcessor
+
+        names = ("pixel_values", "image_position_ids")
+        given: dict[str, Any] = {name: found[name] for name in names if name in found}
+        shown = [np.stack(list(map(np.asarray, video.frames))) for video in visuals if isinstance(video, Video)]
+        if not shown:
+            return given
+        side = self.processor.image_processor.patch_size
+        processor = Gemma4UnifiedVideoProcessor(
+            image_mean=MEAN, image_std=STD, patch_size=side, **self.video_settings()
+        )
+        processed = [processor(videos=[video], do_sample_frames=False, return_tensors="pt") for video in shown]
+        joined = ("pixel_values_videos", "video_position_ids")
+        return given | {
+            **{name: torch.cat([each[name] for each in processed]) for name in joined},
+            "num_frames_per_video": torch.tensor(list(map(len, shown))),
+        }
+
+
 class Perception(FrameModel):
     """Perception LM: a frame is a single tile. Pixels are those of transformers' own processor of videos."""
 
@@ -336,6 +360,7 @@ MODELS: dict[str, type[FrameModel]] = {
     "smolvlm": Smol,
     "gemma4": Gemma,
     "gemma4_moe": Gemma,
+    "gemma4_unified": GemmaUnified,
     "perception_lm": Perception,
 }
 

@@ -26,7 +26,8 @@ from tests.tiny_families import FAMILIES
 SMALL_STEP = 23
 # Families with sliding-window layers.
 WINDOWED = FAMILIES.keys() & {
-    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_moe", "muse_glimmer", "paligemma2",
+    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "gemma4_unified",
+    "muse_glimmer", "paligemma2",
 }  # fmt: skip
 # Families with recurrent layers, which test_recurrent_states.py looks at.
 RECURRENT = FAMILIES.keys() & {"lfm2_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"}

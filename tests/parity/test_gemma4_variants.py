@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import random
 from typing import Any
@@ -58,7 +59,7 @@ def test_answers_are_those_of_generate(seed: int, tmp_path: pathlib.Path) -> Non
         assert offline.run(family.offline, max_num_batched_tokens=budget)[0] == expected
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe"])
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() & {"gemma4", "gemma4_moe", "gemma4_unified"}))
 @pytest.mark.parametrize("token", ["image_token_id", "video_token_id", "audio_token_id"])
 def test_tokens_of_media_without_rows_count_as_padding(name: str, token: str, tmp_path: pathlib.Path) -> None:
     """A prompt of tokens may have one without an image, and the model looks it up as padding."""
@@ -75,3 +76,15 @@ def test_tokens_of_media_without_rows_count_as_padding(name: str, token: str, tm
     for budget in (2048, 3):
         session = offline.Session(family.offline, max_num_batched_tokens=budget)
         assert session.ask([Prompt(tuple(ids))]).token_ids == [output[0, len(ids) :].tolist()]
+
+
+@pytest.mark.parametrize("name", ["gemma4_unified"])
+def test_generate_with_its_default_cache_has_another_mask_for_images(name: str, tmp_path: pathlib.Path) -> None:
+    """Once transformers corrects this, the tiny model need not ask for a static cache any more."""
+    FAMILIES[name].build(tmp_path)
+    expected = [question.expected for question in families.build(FAMILIES[name], tmp_path, 3).offline.questions]
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation.pop("cache_implementation") == "static"
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    others = [question.expected for question in families.build(FAMILIES[name], tmp_path, 3).offline.questions]
+    assert [one == other for one, other in zip(expected, others, strict=True)] == [True, False, False]

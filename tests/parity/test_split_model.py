@@ -12,12 +12,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from decoder_svc.rank_start import rank_config
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.parallel.leader import Leader, LostRankError
 from decoder_svc.runner.parallel.other_ranks import OtherRanks
 from decoder_svc.runner.parallel.rank_processes import RankProcesses
+from decoder_svc.runner.parallel.split_model import kv_heads_of_rank
 from lookonce.errors import ConfigurationError
 from lookonce.model.kernels.native_linear import NativeLinear
 from lookonce.model.kernels.quantized_layers import has_quantized_layers
@@ -158,6 +160,14 @@ def test_layers_that_differ_are_not_split(tiny_family: Callable[[str], families.
     family = tiny_family("gemma4")
     with pytest.raises(ConfigurationError, match="layers with different heads"), split(family, 2, lambda: None):
         pass
+
+
+def test_activations_that_depend_on_a_whole_layer_are_not_split() -> None:
+    text = transformers.Gemma3nTextConfig(num_hidden_layers=2, num_kv_shared_layers=0)
+    assert kv_heads_of_rank(text, 2) == 1
+    text.activation_sparsity_pattern = [0.95, 0.0]
+    with pytest.raises(ConfigurationError, match="activations that depend on all units of a layer"):
+        kv_heads_of_rank(text, 2)
 
 
 def test_a_lost_rank_ends_the_engine(tiny_family: Callable[[str], families.Conformance]) -> None:

@@ -21,7 +21,7 @@ NAME = "gemma4"
 SLIDING_WINDOW = 10
 # Layers of the text half; the last half of them has no keys of its own.
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-_PATCH_SIZE = 4
+PATCH_SIZE = 4
 
 # A system message is a turn of its own; texts are trimmed; the assistant is called "model".
 _TEMPLATE = (
@@ -68,6 +68,26 @@ def build_with(
     folder: pathlib.Path, seed: int, text: dict[str, Any], vision: dict[str, Any], audio: dict[str, Any] | None
 ) -> pathlib.Path:
     """Writes a folder with these settings of the text half and of the towers."""
+    tokenizer = trained_tokenizer()
+    shared = text_fields(tokenizer) | {
+        "vocab_size_per_layer_input": len(tokenizer),
+        "hidden_size_per_layer_input": 0,
+    }
+    config = transformers.Gemma4Config(
+        text_config=transformers.Gemma4TextConfig(**(shared | text)),
+        vision_config=transformers.Gemma4VisionConfig(**(_vision() | vision)),
+        audio_config=None if audio is None else transformers.Gemma4AudioConfig(**audio),
+        tie_word_embeddings=False,
+        **token_ids(tokenizer),
+    )
+    model = parts.random_model(transformers.Gemma4ForConditionalGeneration, config, tokenizer, seed, ends=["<turn|>"])
+    finish(model, seed)
+    images = Gemma4ImageProcessorPil(patch_size=PATCH_SIZE, max_soft_tokens=70)
+    return tiny_models._save(folder, model, tokenizer, images, {"processor_class": "Gemma4Processor"})
+
+
+def trained_tokenizer() -> Any:
+    """Trains a tokenizer with the special tokens and the chat template."""
     tokenizer = parts.named_tokenizer(
         ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", *_NAMED.values(), _VIDEO_TOKEN],
         _NAMED,
@@ -77,40 +97,40 @@ def build_with(
         template=_TEMPLATE,
     )
     parts.add_gemma_whitespace(tokenizer)
-    shared = parts.gemma_text_config(tokenizer) | {
+    return tokenizer
+
+
+def token_ids(tokenizer: Any) -> dict[str, int]:
+    """Returns the configuration's fields that name tokens."""
+    return {field: tokenizer.convert_tokens_to_ids(token) for field, token in _TOKENS.items()}
+
+
+def text_fields(tokenizer: Any) -> dict[str, Any]:
+    """Returns fields of all text configurations."""
+    return parts.gemma_text_config(tokenizer) | {
         "num_hidden_layers": len(LAYER_TYPES),
         "layer_types": LAYER_TYPES,
         "sliding_window": SLIDING_WINDOW,
         "global_head_dim": 32,
-        "vocab_size_per_layer_input": len(tokenizer),
-        "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 30.0,
     }
-    config = transformers.Gemma4Config(
-        text_config=transformers.Gemma4TextConfig(**(shared | text)),
-        vision_config=transformers.Gemma4VisionConfig(**(_vision() | vision)),
-        audio_config=None if audio is None else transformers.Gemma4AudioConfig(**audio),
-        tie_word_embeddings=False,
-        **{field: tokenizer.convert_tokens_to_ids(token) for field, token in _TOKENS.items()},
-    )
-    model = parts.random_model(transformers.Gemma4ForConditionalGeneration, config, tokenizer, seed, ends=["<turn|>"])
-    _finish(model, seed)
-    images = Gemma4ImageProcessorPil(patch_size=_PATCH_SIZE, max_soft_tokens=70)
-    return tiny_models._save(folder, model, tokenizer, images, {"processor_class": "Gemma4Processor"})
 
 
 def load_processor(folder: pathlib.Path) -> Any:
     """Returns the processor on the PIL backend, without audio and videos."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return processor_of(folder, images, transformers.Gemma4Processor)
+
+
+def processor_of(folder: pathlib.Path, images: Any, base: Any) -> Any:
+    """Returns a processor of the class `base`, without audio and videos."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     absent = {"feature_extractor": None, "video_processor": None}
-    return parts.whole_processor(_images_only(), images, tokenizer, absent)
+    return parts.whole_processor(_images_only(base), images, tokenizer, absent)
 
 
 @functools.cache
-def _images_only() -> Any:
-    base = transformers.Gemma4Processor
-
+def _images_only(base: Any) -> Any:
     def check(self: Any, argument_name: str, argument: object) -> object:
         if argument is None and argument_name in ("video_processor", "feature_extractor"):
             return None
@@ -127,18 +147,18 @@ def _vision() -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 16,
-        "patch_size": _PATCH_SIZE,
+        "patch_size": PATCH_SIZE,
         "position_embedding_size": 256,
     }
 
 
-def _finish(model: Any, seed: int) -> None:
+def finish(model: Any, seed: int) -> None:
     """Draws the buffers, which are weights here, and scales embeddings, which the model multiplies by √width."""
     generator = torch.Generator().manual_seed(seed + 2)
     with torch.no_grad():
         text_model = model.model.language_model
         text_model.embed_tokens.weight /= math.sqrt(text_model.config.hidden_size)
-        if text_model.hidden_size_per_layer_input:
+        if getattr(text_model, "hidden_size_per_layer_input", 0):
             text_model.embed_tokens_per_layer.weight /= math.sqrt(text_model.hidden_size_per_layer_input)
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):

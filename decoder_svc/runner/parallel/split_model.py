@@ -73,6 +73,8 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
     """
     if getattr(text, "is_heterogeneous", False) or key_sources(text):
         raise _refusal("layers with different heads, or with keys and values of others, are not split yet")
+    if any(getattr(text, "activation_sparsity_pattern", None) or ()):
+        raise _refusal("activations that depend on all units of a layer are not split yet")
     num_kv_heads = int(text.num_key_value_heads)
     if not any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in _plan(text).items()):
         # Products are gathered before attention.

@@ -13,8 +13,9 @@ from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.quantized_experts import QuantizedExperts, experts_of, quantized_experts
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, quantized
 
-# Layers that choose experts are small, and a wrong choice costs more than a rounded weight.
-_ROUTERS = frozenset({"gate", "router"})
+# Layers that choose experts are small, and a wrong choice costs more than a rounded weight. Those that mix the hidden
+# states of Gemma 3n (AltUp) have a few numbers, of which each counts for all of a token's.
+_KEPT_WHOLE = frozenset({"gate", "router", "altup"})
 
 # The head reads as much as several layers, and rounding it moves every logit.
 _HEAD_BITS = 8
@@ -36,14 +37,14 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
         if "experts" in name and parameter.ndim > 2 and experts_of(module) is None:
             raise ConfigurationError(f"quantize is not offered for models with such experts ({name}); leave it out")
 
-    def is_router(path: str, name: str) -> bool:
-        return not _ROUTERS.isdisjoint((*path.split("."), name))
+    def is_kept(path: str, name: str) -> bool:
+        return not _KEPT_WHOLE.isdisjoint((*path.split("."), name))
 
     found = [
         (parent, name, bits)
         for path, parent in text_model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear and child.in_features % 2 == 0 and not is_router(path, name)
+        if type(child) is torch.nn.Linear and child.in_features % 2 == 0 and not is_kept(path, name)
     ]
     if type(model.lm_head) is torch.nn.Linear and model.lm_head.in_features % 2 == 0:
         found.append((model, "lm_head", _HEAD_BITS))

@@ -68,6 +68,8 @@ def import_torchvision() -> Any:
         return sys.modules[PACKAGE]
     # A package that is broken, or is another one of this name, may raise anything.
     except (Exception, SystemExit) as error:
+        for name in [each for each in sys.modules if each.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
         raise ImportError(f"torchvision does not fit the installed PyTorch: {type(error).__name__}: {error}") from error
 
 

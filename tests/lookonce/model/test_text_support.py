@@ -119,7 +119,9 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
     [
         ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross_attention_layers is [1]"),
         ({"model_type": "gpt_oss", "num_attention_heads": 4, "num_key_value_heads": 2}, "attention sinks"),
+        # Its own family knows which tokens layers look up, and another one does not.
         ({"model_type": "gemma3n_text", "num_hidden_layers": 5}, "per-layer inputs"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 6, "num_key_value_heads": 2}, "layers of different shapes"),
         ({"model_type": "t5"}, "an encoder and a decoder"),
         (
             {"model_type": "gpt_neox", "num_attention_heads": 4},

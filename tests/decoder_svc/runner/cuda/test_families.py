@@ -12,13 +12,18 @@ from decoder_svc.runner.cuda.runner import GPUModelRunner
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
 
 # All questions at once, and some to spare: the fake's attention reads the whole pool for each token of a graph.
 NUM_BLOCKS = 40
 
 
-# Three position axes; feature levels; a window and mutual spans; prompts that see themselves and soft-capped scores.
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3", "gemma4", "paligemma2"])
+# Three position axes; feature levels; a window and mutual spans; embeddings from beside the table and sparse
+# activations; prompts that see themselves and soft-capped scores.
+NAMES = FAMILIES.keys() & {"qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "paligemma2"}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_answers_are_the_references_and_steps_do_not_wait(
     name: str, tiny_family: Callable[[str], families.Conformance]
 ) -> None:
