@@ -172,6 +172,7 @@ def test_weights_that_are_a_folder_are_refused(name: str, folder: pathlib.Path) 
         ("vision_config", "num_hidden_layers", 1_000_000),
         ("vision_config", "patch_size", 0),
         ("vision_config", "image_size", -1),
+        ("vision_config", "num_labels", 1 << 24),
     ],
 )
 def test_a_size_that_no_model_has_is_told_before_memory_is_taken(
