@@ -12,9 +12,9 @@ from transformers import Lfm2Config, Qwen3_5TextConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaBackend, forward_context
-from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layer
-from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.attention import SdpaBackend, forward_context
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, lone_step, recurrent_layer
+from decoder_svc.runner.state_step import PoolSizes
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 # Computes a step from hidden states `[1, num_tokens, hidden_size]`.
@@ -57,17 +57,9 @@ def step_of(
     sizes = PoolSizes(num_sequences, 0)
     computed.pool.allocate(sizes, device)
     uses = tuple(StateUse(slot, None, ()) for slot in range(num_sequences))
-    lengths, kv_lens = (num_tokens,) * num_sequences, (1 + num_tokens,) * num_sequences
-    metadata = AttentionMetadata(
-        full=BlockMetadata(torch.empty(0), (), ()),
-        sliding=None,
-        query_lens=lengths,
-        kv_lens=kv_lens,
-        mutual_spans=((),) * num_sequences,
-        is_mutual_beyond_window=False,
-        states=uses,
-        state_step=StateStep.of(state_arrays(uses, kv_lens, lengths, sizes), lambda numbers: numbers.to(device)),
-    )
+    # Behind the first token of each sequence.
+    starts, lengths = (1,) * num_sequences, (num_tokens,) * num_sequences
+    metadata = lone_step(uses, starts, lengths, sizes, lambda numbers: numbers.to(device))
     backend = SdpaBackend()
 
     def compute(hidden: Tensor) -> Tensor:

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    BlockMetadata,
-    SdpaBackend,
-    forward_context,
-)
+from decoder_svc.runner.attention import AttentionBackend, SdpaBackend, forward_context
 from decoder_svc.runner.recurrent.delta_net import DeltaNet
-from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layer, recurrent_layers
+from decoder_svc.runner.recurrent.recurrent_layers import (
+    RecurrentKernels,
+    lone_step,
+    recurrent_layer,
+    recurrent_layers,
+)
 from decoder_svc.runner.recurrent.short_convolution import ShortConvolution
-from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes
 from decoder_svc.scheduling.scheduler_output import StateUse
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,7 @@ _STEPS: Sequence[tuple[tuple[StateUse, int, int], ...]] = (
     ((StateUse(1, None, ((2, 2),)), 1, 1), (StateUse(0, None, ()), 5, 7), (StateUse(3, 0, ()), 2, 4)),
 )
 _SEED = 5
+_NO_ATTENTION: AttentionBackend = SdpaBackend()
 # Largest accepted difference, relative to the largest number.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -77,28 +77,11 @@ def _results(layer: DeltaNet | ShortConvolution, hidden_size: int, device: torch
     generator = torch.Generator().manual_seed(_SEED)
     outputs = []
     for step in _STEPS:
-        hidden = torch.randn(1, sum(length for _, _, length in step), hidden_size, generator=generator)
-        with forward_context(_NO_ATTENTION, _metadata(step, device)):
+        uses, starts, lengths = zip(*step, strict=True)
+        hidden = torch.randn(1, sum(lengths), hidden_size, generator=generator)
+        metadata = lone_step(uses, starts, lengths, _POOLS, lambda numbers: numbers.to(device))
+        with forward_context(_NO_ATTENTION, metadata):
             outputs.append(layer(hidden.to(pool.shape.dtype).to(device)))
     # The last state takes what nobody reads.
     states = [each[:-1] for each in (pool.matrices, pool.windows) if each.numel()]
     return [*outputs, *states]
-
-
-_NO_ATTENTION: AttentionBackend = SdpaBackend()
-
-
-def _metadata(step: Sequence[tuple[StateUse, int, int]], device: torch.device) -> AttentionMetadata:
-    uses, starts, lengths = (tuple(each) for each in zip(*step, strict=True))
-    kv_lens = tuple(start + length for start, length in zip(starts, lengths, strict=True))
-    arrays = state_arrays(uses, kv_lens, lengths, _POOLS)
-    return AttentionMetadata(
-        full=BlockMetadata(torch.empty(0), (), ()),
-        sliding=None,
-        query_lens=lengths,
-        kv_lens=kv_lens,
-        mutual_spans=((),) * len(uses),
-        is_mutual_beyond_window=False,
-        states=uses,
-        state_step=StateStep.of(arrays, lambda numbers: numbers.to(device)),
-    )

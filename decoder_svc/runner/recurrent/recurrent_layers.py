@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.recurrent.delta_net import DeltaNet, DeltaStep
 from decoder_svc.runner.recurrent.short_convolution import ConvolutionStep, ShortConvolution
 from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES, SHORT_CONVOLUTION_TYPE
 
 # Names of the modules in layers, by the type of the layer.
@@ -68,6 +70,30 @@ class RecurrentLayers:
     def step(self, flat: FlatInputs, move: Callable[[Tensor], Tensor]) -> StateStep:
         """Returns where the states of a step are."""
         return StateStep.of(state_arrays(flat.states, flat.kv_lens, flat.query_lens, self.sizes), move)
+
+
+def lone_step(
+    uses: Sequence[StateUse],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    sizes: PoolSizes,
+    move: Callable[[Tensor], Tensor],
+) -> AttentionMetadata:
+    """Returns the metadata of a step for recurrent layers alone, as trials and measurements of them need it.
+
+    `starts` are the indexes of the sequences' first new tokens, `lengths` the numbers of new tokens.
+    """
+    kv_lens = tuple(start + length for start, length in zip(starts, lengths, strict=True))
+    return AttentionMetadata(
+        full=BlockMetadata(torch.empty(0), (), ()),
+        sliding=None,
+        query_lens=tuple(lengths),
+        kv_lens=kv_lens,
+        mutual_spans=((),) * len(uses),
+        is_mutual_beyond_window=False,
+        states=tuple(uses),
+        state_step=StateStep.of(state_arrays(uses, kv_lens, lengths, sizes), move),
+    )
 
 
 def recurrent_layer(

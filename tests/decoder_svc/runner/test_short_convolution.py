@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, SdpaBackend, forward_context
+from decoder_svc.runner.attention import SdpaBackend, forward_context
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_convolution import NativeConvolutionStep
+from decoder_svc.runner.recurrent.recurrent_layers import lone_step
 from decoder_svc.runner.recurrent.short_convolution import ConvolutionStep, ShortConvolution
-from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
+from decoder_svc.runner.state_step import PoolSizes
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
 
@@ -41,21 +42,11 @@ def module(num_taps: int, *, has_bias: bool) -> Lfm2ShortConv:
 
 def computed(layer: ShortConvolution, parts: list[tuple[StateUse, int, Tensor]]) -> list[Tensor]:
     """Computes one step: for each sequence its states, its first new token, and the new tokens' hidden states."""
-    uses = tuple(use for use, _, _ in parts)
-    lengths = tuple(len(tokens) for _, _, tokens in parts)
-    kv_lens = tuple(start + len(tokens) for _, start, tokens in parts)
-    metadata = AttentionMetadata(
-        full=BlockMetadata(torch.empty(0), (), ()),
-        sliding=None,
-        query_lens=lengths,
-        kv_lens=kv_lens,
-        mutual_spans=((),) * len(parts),
-        is_mutual_beyond_window=False,
-        states=uses,
-        state_step=StateStep.of(state_arrays(uses, kv_lens, lengths, POOL), lambda numbers: numbers),
-    )
+    uses, starts, tokens = zip(*parts, strict=True)
+    lengths = [len(each) for each in tokens]
+    metadata = lone_step(uses, starts, lengths, POOL, lambda numbers: numbers)
     with forward_context(SdpaBackend(), metadata):
-        output = layer(torch.cat([tokens for _, _, tokens in parts])[None])
+        output = layer(torch.cat(tokens)[None])
     return list(output[0].split(lengths))
 
 
