@@ -57,7 +57,7 @@ def step_of(
     sizes = PoolSizes(num_sequences, 0)
     computed.pool.allocate(sizes, device)
     uses = tuple(StateUse(slot, None, ()) for slot in range(num_sequences))
-    # Behind the first token of each sequence.
+    # The first token of each sequence is there already.
     starts, lengths = (1,) * num_sequences, (num_tokens,) * num_sequences
     metadata = lone_step(uses, starts, lengths, sizes, lambda numbers: numbers.to(device))
     backend = SdpaBackend()
