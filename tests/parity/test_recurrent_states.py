@@ -113,7 +113,7 @@ def test_rejected_drafts_do_not_stay_in_a_state(
     family: families.Conformance, prompts: list[Prompt], num_draft_states: int
 ) -> None:
     # With so few allowed words, answers repeat themselves, and also deviate often.
-    params = SamplingParams(logit_bias=((20, 50.0), (30, 50.0), (40, 50.0)), max_tokens=40)
+    params = SamplingParams(logit_bias=((520, 50.0), (530, 50.0), (540, 50.0)), max_tokens=40)
     expected = offline.Session(family.offline).ask(prompts, params=params).token_ids
     session = offline.Session(
         family.offline,

@@ -30,7 +30,10 @@ NAMES = tuple(
 LIMITS = SpeculationLimits(5, ngram_min=1, ngram_max=3)
 NUM_TOKENS = 48
 # Tiny models with random weights seldom repeat themselves. With so few allowed words they do, and also deviate often.
-FEW_WORDS = ((20, 50.0), (30, 50.0), (40, 50.0))
+# The words are none of the special tokens, whose logits are all 0.
+FEW_WORDS = ((520, 50.0), (530, 50.0), (540, 50.0))
+# A token that is none of them.
+NO_WORD = 510
 # One set of parameters per sampling feature. A row that saw a forbidden token would sample another token.
 SAMPLINGS = {
     "free": SamplingParams(),
@@ -39,7 +42,7 @@ SAMPLINGS = {
     "cold": SamplingParams(logit_bias=FEW_WORDS, temperature=0.3, top_k=2, min_p=0.05, seed=5),
     "repetition": SamplingParams(logit_bias=FEW_WORDS, repetition_penalty=1.05),
     "frequency": SamplingParams(logit_bias=FEW_WORDS, presence_penalty=0.3, frequency_penalty=0.1),
-    "put off": SamplingParams(logit_bias=FEW_WORDS, min_tokens=30, stop_token_ids=frozenset({20})),
+    "put off": SamplingParams(logit_bias=FEW_WORDS, min_tokens=30, stop_token_ids=frozenset({520})),
 }
 # Sampling sees logits alone, so one family gets all parameters.
 SAMPLED = [(NAMES[0], name) for name in SAMPLINGS] + [
@@ -196,7 +199,7 @@ def test_answers_end_at_the_same_token(model: offline.OfflineModel, prompts: lis
             stop_token_ids=frozenset({stop_id}),
             logprobs=0,
         )
-        for stop_id, _ in FEW_WORDS[:2]
+        for stop_id in (FEW_WORDS[0][0], FEW_WORDS[1][0], NO_WORD)
         for min_tokens in (0, NUM_TOKENS // 3)
     ]
     plain = offline.Session(model)
