@@ -1,20 +1,26 @@
 """How fast is a mixture of experts, by transformers and by our kernel? `--help` lists the options.
 
-One layer of Qwen3-30B-A3B's sizes with random weights and random choices of experts. Each round computes the same
-tokens with every form of the layer, in turns.
+One layer of Qwen3-30B-A3B's sizes, or one with half of Llama 4 Scout's (its router and shared expert included), with
+random weights and random choices of experts. Each round computes the same tokens with every form of the layer, in
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 
@@ -24,20 +30,35 @@ from decoder_svc.runner.cpu.native_experts import NativeExperts
 from lookonce.model.kernels.native_library import load_library
 from lookonce.model.kernels.quantized_experts import Expert, ExpertWeights, experts_of
 from lookonce.model.kernels.quantized_weight import quantized, whole
+from lookonce.model.structure.chosen_experts import choose_experts
 
 _NAME = "expert_speed"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_HIDDEN, _MLP, _NUM_CHOSEN = 2048, 768, 8
 _TRANSFORMERS = "transformers"
 _BITS = {"ours": None, "ours, int8": 8, "ours, int4": 4}
 
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Takes tokens, and numbers and shares of their experts, which Llama 4's router chooses itself.
+Layer = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a layer; `num_experts` is replaced by --experts."""
+
+    hidden: int
+    mlp: int
+    num_experts: int
+    num_chosen: int
+
+
+_SIZES = {"qwen3_vl_moe": Sizes(2048, 768, 64, 8), "llama4": Sizes(2560, 4096, 16, 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One number of tokens: the time of each round by form of the layer, seconds."""
 
+    model: str
     dtype: str
     num_tokens: int
     layer_s: dict[str, list[float]]
@@ -51,7 +72,8 @@ def main(given: Sequence[str] | None = None) -> None:
     """Measures every cell, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="per cell (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=64, help="of the layer (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(_SIZES), choices=list(_SIZES))
+    parser.add_argument("--experts", type=int, help="of the layer (default: those of the model)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 512])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(_DTYPES))
     report.add_quick(parser)
@@ -60,21 +82,24 @@ def main(given: Sequence[str] | None = None) -> None:
         arguments.rounds, arguments.experts, arguments.tokens, arguments.dtypes = 1, 8, [3], ["float32"]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     with torch.inference_mode():
-        cells = [cell for dtype in arguments.dtypes for cell in _cells(dtype, arguments)]
+        cells = [
+            cell for model in arguments.models for dtype in arguments.dtypes for cell in _cells(model, dtype, arguments)
+        ]
     figures = {"experts": arguments.experts, "cells": [asdict(cell) for cell in cells]}
-    report.publish(_NAME, figures, section(cells, arguments.experts), is_quick=arguments.quick)
+    report.publish(_NAME, figures, section(cells), is_quick=arguments.quick)
 
 
-def _cells(dtype: str, arguments: argparse.Namespace) -> list[Cell]:
-    layers = _layers(arguments.experts, _DTYPES[dtype])
+def _cells(model: str, dtype: str, arguments: argparse.Namespace) -> list[Cell]:
+    sizes = replace(_SIZES[model], num_experts=arguments.experts or _SIZES[model].num_experts)
+    layers = _LAYERS[model](sizes, _DTYPES[dtype])
     cells = []
     for num_tokens in arguments.tokens:
-        cell = Cell(dtype, num_tokens, {form: [] for form in layers})
+        cell = Cell(model, dtype, num_tokens, {form: [] for form in layers})
         for number in range(arguments.rounds + 1):
             generator = torch.Generator().manual_seed(number)
-            inputs = torch.randn(num_tokens, _HIDDEN, generator=generator).to(_DTYPES[dtype])
-            chosen = torch.rand(num_tokens, arguments.experts, generator=generator).topk(_NUM_CHOSEN).indices
-            shares = torch.rand(num_tokens, _NUM_CHOSEN, generator=generator).to(_DTYPES[dtype])
+            inputs = torch.randn(num_tokens, sizes.hidden, generator=generator).to(_DTYPES[dtype])
+            chosen = torch.rand(num_tokens, sizes.num_experts, generator=generator).topk(sizes.num_chosen).indices
+            shares = torch.rand(num_tokens, sizes.num_chosen, generator=generator).to(_DTYPES[dtype])
             for form in sorted(layers, reverse=number % 2 == 1):
                 started_s = time.perf_counter()
                 layers[form](inputs, chosen, shares)
@@ -82,22 +107,63 @@ def _cells(dtype: str, arguments: argparse.Namespace) -> list[Cell]:
                 if number:
                     cell.layer_s[form].append(time.perf_counter() - started_s)
         cells.append(cell)
-        print(dtype, num_tokens, {form: round(statistics.median(cell.ratios(form)), 2) for form in layers}, flush=True)
+        print(
+            model,
+            dtype,
+            num_tokens,
+            {form: round(statistics.median(cell.ratios(form)), 2) for form in layers},
+            flush=True,
+        )
     return cells
 
 
-def _layers(num_experts: int, dtype: torch.dtype) -> dict[str, Layer]:
+def _qwen_layers(sizes: Sizes, dtype: torch.dtype) -> dict[str, Layer]:
     """Returns the layer by transformers, as it is loaded by default, and by our kernel in each form."""
-    config = Qwen3VLMoeTextConfig(hidden_size=_HIDDEN, moe_intermediate_size=_MLP, num_experts=num_experts)
+    config = Qwen3VLMoeTextConfig(
+        hidden_size=sizes.hidden, moe_intermediate_size=sizes.mlp, num_experts=sizes.num_experts
+    )
     config._experts_implementation = "grouped_mm"
-    module = Qwen3VLMoeTextExperts(config)
-    for parameter in module.parameters():
-        parameter.data = (torch.randn(parameter.shape) * _HIDDEN**-0.5).to(dtype)
-    weights = experts_of(module)
-    assert weights is not None, "the kernel knows these experts"
-    backend = NativeBackend(load_library(SOURCES), torch.get_num_threads())
-    ours = {form: NativeExperts(_rounded(weights, bits), backend) for form, bits in _BITS.items()}
+    module = _with_random_weights(Qwen3VLMoeTextExperts(config), dtype)
+    ours = {form: _native(module, bits) for form, bits in _BITS.items()}
     return {_TRANSFORMERS: module, **ours}
+
+
+def _llama_layers(sizes: Sizes, dtype: torch.dtype) -> dict[str, Layer]:
+    """Returns the whole mixture by transformers, which computes all experts, and with the chosen ones by our kernel."""
+    config = Llama4TextConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.mlp,
+        num_local_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.num_chosen,
+    )
+    modules = torch.nn.ModuleList([_with_random_weights(Llama4TextMoe(config), dtype)])
+    layers: dict[str, Layer] = {_TRANSFORMERS: functools.partial(_by_router, modules[0])}
+    choose_experts(modules)
+    for form, bits in _BITS.items():
+        chosen = copy.copy(modules[0])
+        # The copy has the same router and shared expert.
+        chosen._modules = {**modules[0]._modules, "experts": _native(modules[0].experts, bits)}
+        layers[form] = functools.partial(_by_router, chosen)
+    return layers
+
+
+def _by_router(mixture: Any, tokens: Tensor, _chosen: Tensor, _shares: Tensor) -> Any:
+    return mixture(tokens)
+
+
+_LAYERS = {"qwen3_vl_moe": _qwen_layers, "llama4": _llama_layers}
+
+
+def _with_random_weights(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    for parameter in module.parameters():
+        parameter.data = (torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5).to(dtype)
+    return module
+
+
+def _native(experts: torch.nn.Module, bits: int | None) -> NativeExperts:
+    weights = experts_of(experts)
+    assert weights is not None, "the kernel knows these experts"
+    return NativeExperts(_rounded(weights, bits), NativeBackend(load_library(SOURCES), torch.get_num_threads()))
 
 
 def _rounded(weights: ExpertWeights, bits: int | None) -> ExpertWeights:
@@ -112,10 +178,11 @@ def _rounded(weights: ExpertWeights, bits: int | None) -> ExpertWeights:
     return replace(weights, read=read)
 
 
-def section(cells: Sequence[Cell], num_experts: int) -> str:
+def section(cells: Sequence[Cell]) -> str:
     """Returns the section of RESULTS.md."""
     rows = [
         (
+            cell.model,
             cell.dtype,
             cell.num_tokens,
             form,
@@ -126,12 +193,17 @@ def section(cells: Sequence[Cell], num_experts: int) -> str:
         for cell in cells
         for form, layer_s in cell.layer_s.items()
     ]
-    head = ["dtype", "tokens", "experts by", "layer", "transformers ÷ layer", "least … most"]
+    head = ["model", "dtype", "tokens", "experts by", "layer", "transformers ÷ layer", "least … most"]
+    kinds = ", ".join(
+        f"{model}: {sizes.num_experts} of {sizes.hidden} × {sizes.mlp}, {sizes.num_chosen} for each token"
+        for model, sizes in _SIZES.items()
+        if any(cell.model == model for cell in cells)
+    )
     return (
-        f"## {_NAME}\n\nHow fast is a mixture of experts? One layer with {num_experts} experts of {_HIDDEN} × {_MLP}, "
-        f"of which {_NUM_CHOSEN} compute each token.\n\n{report.table(head, rows)}\n\n"
+        f"## {_NAME}\n\nHow fast is a mixture of experts? One layer ({kinds}).\n\n{report.table(head, rows)}\n\n"
         f"{len(cells[0].layer_s[_TRANSFORMERS])} interleaved rounds with different tokens, medians. transformers "
-        "computes with its default, `grouped_mm`."
+        "computes qwen3_vl_moe with its default, `grouped_mm`, and all experts of llama4 for each token. The layer of "
+        "llama4 includes its router and its shared expert, which PyTorch computes in all forms."
     )
 
 

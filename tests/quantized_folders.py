@@ -234,14 +234,15 @@ def store_quantized(
 
 
 def _with_single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Divides merged experts [experts, outputs, inputs] into layers, as tools that quantize do."""
+    """Divides merged experts, whichever size comes first, into layers [outputs, inputs], as tools that quantize do."""
     found = {}
     for name, tensor in tensors.items():
         prefix, _, part = name.rpartition(".experts.")
         if tensor.ndim != 3 or part not in ("gate_up_proj", "down_proj"):
             found[name] = tensor
             continue
-        for number, expert in enumerate(tensor):
+        is_transposed = are_transposed(tensors, prefix)
+        for number, expert in enumerate(tensor.transpose(1, 2).contiguous() if is_transposed else tensor):
             layers = {"down_proj": expert} if part == "down_proj" else dict(zip(_GATE_UP, expert.chunk(2), strict=True))
             found |= {f"{prefix}.experts.{number}.{layer}.weight": weight for layer, weight in layers.items()}
     return found
@@ -249,11 +250,20 @@ def _with_single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _with_merged_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Writes the weights of single layers into merged experts, where there are both."""
+    merged = {}
     for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
         prefix, _, part = name.rpartition(".")
         layers = _GATE_UP if part == "gate_up_proj" else ("down_proj",)
         experts = range(len(tensors[name]))
-        tensors[name] = torch.stack(
+        merged[name] = torch.stack(
             [torch.cat([tensors.pop(f"{prefix}.{number}.{layer}.weight") for layer in layers]) for number in experts]
         )
-    return tensors
+        if are_transposed(tensors, prefix.removesuffix(".experts")):
+            merged[name] = merged[name].transpose(1, 2).contiguous()
+    return tensors | merged
+
+
+def are_transposed(tensors: Mapping[str, Tensor], prefix: str) -> bool:
+    """Whether merged experts are [experts, inputs, outputs], by the size that both products share."""
+    gate_up, down = (tensors[f"{prefix}.experts.{part}"] for part in ("gate_up_proj", "down_proj"))
+    return bool(gate_up.shape[2] != down.shape[1])

@@ -51,8 +51,8 @@ from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
-from lookonce.model.fixed_embeddings import fixed_embeddings
 from lookonce.model.half_model import text_child
+from lookonce.model.structure.fixed_embeddings import fixed_embeddings
 from lookonce.model.text_support import HeadShape, head_shape, key_sources, longest_sequence
 from lookonce.model.weight_bytes import weight_bytes
 

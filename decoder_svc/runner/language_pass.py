@@ -17,8 +17,8 @@ from decoder_svc.runner.graphs.chunk_table import ChunkInputs
 from decoder_svc.runner.graphs.decode_table import DecodeInputs
 from decoder_svc.runner.shared_keys import computing_only
 from decoder_svc.runner.step_metadata import recorded_metadata
-from lookonce.model.fixed_embeddings import FixedEmbeddings
 from lookonce.model.half_model import text_child
+from lookonce.model.structure.fixed_embeddings import FixedEmbeddings
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
-from lookonce.model.fixed_embeddings import embedders, fix_embeddings
-from lookonce.model.inner_model import inner_model, with_inner_model
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import read_json_object, weight_files
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
 from lookonce.model.safetensors_header import read_header
+from lookonce.model.structure.chosen_experts import choose_experts
+from lookonce.model.structure.fixed_embeddings import embedders, fix_embeddings
+from lookonce.model.structure.inner_model import inner_model, with_inner_model
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
@@ -101,6 +102,7 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
         if half is Half.VISION:
             # Nothing is left to be tied: the language model and its head are gone.
             self.all_tied_weights_keys = {}
+        choose_experts(self)
         prefixes = {("" if parent is self else "model.") + name for parent, name in dropped}
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
         if stored:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lookonce.model.kernels.quantized_weight import quantized
+from tests.quantized_folders import are_transposed
 
 _TEXT = re.compile(r"\.layers\.|per_layer_model_projection|\baltup_")
 # Vision towers, layers that choose experts, and those that mix hidden states.
@@ -25,8 +26,8 @@ def round_weights(folder: pathlib.Path, bits: int) -> None:
         elif _TEXT.search(name) and not _KEPT.search(name) and tensor.ndim == 2:
             tensors[name] = quantized(tensor, bits).dequantized()
         elif ".experts." in name and tensor.ndim == 3:
-            # Aria stores inputs first.
-            is_turned = ".fc" in name
+            # Aria and Llama 4 store inputs first.
+            is_turned = ".fc" in name or are_transposed(tensors, name.rpartition(".experts.")[0])
             experts = [quantized(one.T if is_turned else one, bits).dequantized() for one in tensor]
             tensors[name] = torch.stack([one.T if is_turned else one for one in experts])
     save_file(tensors, file, metadata={"format": "pt"})

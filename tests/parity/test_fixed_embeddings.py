@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.scheduling.prompt import Prompt
-from lookonce.model.fixed_embeddings import embedders
+from lookonce.model.structure.fixed_embeddings import embedders
 from tests import tiny_models
 from tests.decoder_svc.rounded_weights import round_weights
 from tests.parity import families, offline

@@ -21,7 +21,7 @@ from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attenti
 from lookonce.errors import ModelFolderError
 from lookonce.model import half_model
 from lookonce.model.half_model import Half, load_text_half, load_vision_half, text_child
-from lookonce.model.inner_model import has_inner_model, inner_model
+from lookonce.model.structure.inner_model import has_inner_model, inner_model
 from tests import tiny_models
 from tests.rust_panic import panic
 from tests.tiny_families import FAMILIES

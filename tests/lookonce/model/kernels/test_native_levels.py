@@ -55,6 +55,8 @@ def test_kernels_of_this_processors_levels_are_right(level: NativeLevel, tmp_pat
     assert checked(compiler(), ("-Og", *level.flags), tmp_path / "checks").startswith("0 checks failed")
 
 
+# Emulating all kernels takes a minute on an idle machine.
+@pytest.mark.timeout(2 * _TIMEOUT_S)
 @pytest.mark.parametrize("level", ARM_LEVELS, ids=lambda level: level.name)
 def test_kernels_of_arm_processors_are_right_in_an_emulator(level: NativeLevel, tmp_path: pathlib.Path) -> None:
     if shutil.which(ARM_COMPILER) is None or shutil.which(EMULATOR[0]) is None:

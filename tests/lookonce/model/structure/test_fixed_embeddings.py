@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.model.fixed_embeddings import FixedEmbeddings, embedders, fixed_embeddings
 from lookonce.model.half_model import load_text_half
+from lookonce.model.structure.fixed_embeddings import FixedEmbeddings, embedders, fixed_embeddings
 from tests import tiny_models
 from tests.quantized_folders import FORMS, store_quantized
 from tests.tiny_families import FAMILIES
