@@ -201,12 +201,18 @@ class ChatTemplate:
 
     def _check_image_placement(self, image_token: str) -> None:
         try:
-            num_written = self._num_written("image", image_token)
+            num_written, num_without = self._num_written("image", image_token), self._num_written("text", image_token)
         except TEMPLATE_ERRORS as error:
             raise ModelFolderError(f"the chat template cannot be rendered: {error}") from error
         if num_written != 1:
             raise ModelFolderError(
                 f"the chat template writes {num_written} × {image_token} for one image; it must be one"
+            )
+        if num_without:
+            # The token stands for something else, such as the end of a message.
+            raise ModelFolderError(
+                f"the chat template writes {image_token}, which config.json names as the image token, without an "
+                "image; use the config.json that belongs to the tokenizer"
             )
 
     def _writes_videos(self, text: str) -> bool:
@@ -218,9 +224,8 @@ class ChatTemplate:
 
     def _num_written(self, part_type: str, text: str) -> int:
         """Returns how often the template writes `text` for one part of this type. Raises one of TEMPLATE_ERRORS."""
-        return self._apply([{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]).count(
-            text
-        )
+        first = {"type": "text", "text": "!"} if part_type == "text" else {"type": part_type}
+        return self._apply([{"role": "user", "content": [first, {"type": "text", "text": "?"}]}]).count(text)
 
 
 def _probe() -> list[dict[str, Any]]:

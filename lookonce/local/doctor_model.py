@@ -218,12 +218,8 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
     if source is None:
         return [Finding("chat template", False, _NO_TEMPLATE), _videos(model, takes_videos=False)]
     placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
-    try:
-        num_written = _num_written(tokenizer, source, "image", placeholder)
-    except TEMPLATE_ERRORS as error:
-        return [Finding("chat template", False, f"cannot be rendered: {error}")]
-    if num_written != 1:
-        return [Finding("chat template", False, f"writes {num_written} × {placeholder} for one image; it must be one")]
+    if (fault := _placement_fault(tokenizer, source, placeholder)) is not None:
+        return [Finding("chat template", False, fault)]
     takes_videos = False
     if model.video is not None and (token := video_token(model.video, tokenizer)) is not None:
         with contextlib.suppress(*TEMPLATE_ERRORS):
@@ -231,9 +227,27 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
     return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
 
 
+def _placement_fault(tokenizer: Any, source: str, placeholder: str) -> str | None:
+    """Says why the template cannot place images; None: it can."""
+    try:
+        num_written = _num_written(tokenizer, source, "image", placeholder)
+        num_without = _num_written(tokenizer, source, "text", placeholder)
+    except TEMPLATE_ERRORS as error:
+        return f"cannot be rendered: {error}"
+    if num_written != 1:
+        return f"writes {num_written} × {placeholder} for one image; it must be one"
+    if num_without:
+        return (
+            f"writes {placeholder}, which config.json names as the image token, without an image; "
+            "use the config.json that belongs to the tokenizer"
+        )
+    return None
+
+
 def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
     """Counts `text` in the rendered template of one part of type `part_type`. Raises one of TEMPLATE_ERRORS."""
-    conversation = [{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]
+    first = {"type": "text", "text": "!"} if part_type == "text" else {"type": part_type}
+    conversation = [{"role": "user", "content": [first, {"type": "text", "text": "?"}]}]
     rendered = tokenizer.apply_chat_template(
         conversation, chat_template=source, add_generation_prompt=True, tokenize=False
     )

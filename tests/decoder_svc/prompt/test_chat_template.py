@@ -225,7 +225,14 @@ def test_the_assistants_turn_cannot_be_continued(llava_text: LoadedText) -> None
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ messages[0].role }}", "<image><image>", "{{ missing.attribute }}", "{{ '[' + messages[0].content + ']' }}"],
+    [
+        "{{ messages[0].role }}",
+        "<image><image>",
+        # Writes it for each message.
+        "<image>{{ messages[0].role }}",
+        "{{ missing.attribute }}",
+        "{{ '[' + messages[0].content + ']' }}",
+    ],
 )
 def test_a_template_that_does_not_place_images_is_refused_at_start(
     model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, source: str

@@ -259,6 +259,19 @@ def test_the_error_of_a_template_is_shown(template: str, reason: str, copied: Ca
     assert finding.detail.startswith(reason)
 
 
+def test_an_image_token_that_ends_messages_is_refused(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("qwen2_vl")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    # Written once for a message, as the image token is for an image.
+    (path / "chat_template.jinja").write_text((path / "chat_template.jinja").read_text().replace("<|im_start|>", ""))
+    copied_config = json.loads((path / "config.json").read_text())
+    copied_config["image_token_id"] = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (path / "config.json").write_text(json.dumps(copied_config))
+    finding = _examined(path)["chat template"]
+    assert not finding.is_fine
+    assert finding.detail.startswith("writes <|im_end|>, which config.json names as the image token, without an image")
+
+
 def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:
     for file in path.glob(pattern):
         file.unlink()
