@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from decoder_svc.rank_start import rank_config
+from decoder_svc.runner.cpu.native_experts import NativeExperts
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.parallel.leader import Leader, LostRankError
 from decoder_svc.runner.parallel.other_ranks import OtherRanks
@@ -104,7 +105,7 @@ def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, m
 
 
 # Each kind of codes; groups that a share begins in, which are divided; inputs of which no share is whole groups; one
-# scale for all inputs; inputs that are out of order.
+# scale for all inputs; inputs that are out of order; experts, also those of which no share is whole groups.
 @pytest.mark.parametrize(
     ("name", "form", "size"),
     [
@@ -114,6 +115,10 @@ def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, m
         ("gemma3", "compressed-int4-zeros", 2),
         ("qwen3_5", "gptq-8", 2),
         ("qwen2_vl", "gptq-act-order", 2),
+        ("qwen3_vl_moe", "awq", 2),
+        ("qwen3_vl_moe", "compressed-int8", 3),
+        ("qwen3_5_moe", "fp8-block", 2),
+        ("llama4", "compressed-int4-zeros", 2),
     ],
 )
 def test_quantized_layers_are_split(
@@ -132,19 +137,9 @@ def test_quantized_layers_are_split(
             for module in model.runner.get_model().modules()
         )
         assert has_codes == FORMS[form].keeps_codes
+        has_experts = any(isinstance(module, NativeExperts) for module in model.runner.get_model().modules())
+        assert has_experts == ("moe" in name or name == "llama4")
         check_answers(family, model)
-
-
-def test_quantized_experts_are_not_split(tmp_path: pathlib.Path) -> None:
-    stored, whole = (FAMILIES["qwen3_vl_moe"].build(tmp_path / one) for one in ("stored", "whole"))
-    store_quantized(stored, FORMS["awq"], whole)
-    expected = families.build(FAMILIES["qwen3_vl_moe"], whole, 1)
-    family = replace(expected, offline=replace(expected.offline, runner=load(stored, torch.float32)))
-    with (
-        pytest.raises(ConfigurationError, match="quantized experts are not split yet"),
-        split(family, 2, lambda: None),
-    ):
-        pass
 
 
 def test_a_model_whose_heads_cannot_be_divided_is_refused(tiny_family: Callable[[str], families.Conformance]) -> None:

@@ -16,6 +16,7 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.attention import NativeBackend, cpu_attention
 from decoder_svc.runner.cpu.native_convolution import NativeConvolutionStep
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
+from decoder_svc.runner.cpu.native_experts import replace_experts
 from decoder_svc.runner.cpu.native_model import install_kernels
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
@@ -75,14 +76,16 @@ class CPUModelRunner(ModelRunnerBase):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
 
     def _split(self, ranks: RankGroup) -> None:
-        """Leaves this rank's part of the model: transformers' modules, with linear layers of our kernels."""
+        """Leaves this rank's part of the model: transformers' modules, with our linear layers and experts."""
         self.num_kv_heads = split_model(self.model, ranks)
         self._choose_backend()
         has_codes = has_quantized_layers(self.model)
         is_native = choose_step_linear(self.model.dtype).implementation == NATIVE or has_codes
         if isinstance(self.backend, NativeBackend) and is_native:
             make = functools.partial(native_linear, num_threads=torch.get_num_threads())
-            replace_linears(getattr(self.model.model, text_child(self.model)), make)
+            text_model = getattr(self.model.model, text_child(self.model))
+            replace_experts(text_model, self.backend)
+            replace_linears(text_model, make)
             if has_quantized_layers(self.model.lm_head):
                 replace_linears(self.model.lm_head, make)
         self._make_others_whole()

@@ -6,13 +6,15 @@ followed by one by rows, whose outputs are summed over the ranks.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from lookonce.model.empty_weights import empty_weights
+from lookonce.model.kernels.quantized_experts import Expert, ExpertWeights, QuantizedExperts
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, Weight, inputs_of, weight_of
 
 Linear: TypeAlias = nn.Linear | QuantizedLinear
@@ -21,9 +23,7 @@ Linear: TypeAlias = nn.Linear | QuantizedLinear
 def column_part(linear: Linear, group: RankGroup) -> Linear:
     """Returns the layer that computes this rank's share of the outputs."""
     share = group.share(linear.out_features)
-    weight = weight_of(linear)
-    part = weight[share] if isinstance(weight, Tensor) else weight[torch.arange(share.start, share.stop)]
-    return _linear(part, None if linear.bias is None else linear.bias[share])
+    return _linear(_outputs_of(weight_of(linear), share), None if linear.bias is None else linear.bias[share])
 
 
 class GatheredColumns(nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -60,9 +60,7 @@ class SplitRows(nn.Module):  # type: ignore[misc]  # torch is untyped here
         """`takes_all`: the inputs are whole on each rank, and not only its share of them."""
         super().__init__()
         self._share = group.share(linear.in_features)
-        weight = weight_of(linear)
-        is_whole = isinstance(weight, Tensor)
-        self.part = _linear(weight[:, self._share] if is_whole else inputs_of(weight, self._share), None)
+        self.part = _linear(_inputs_of(weight_of(linear), self._share), None)
         # Added once, after the sum.
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.clone(), requires_grad=False)
         self._group = group
@@ -102,13 +100,31 @@ class SplitEmbedding(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self._group.sum(found.masked_fill(~is_here[..., None], 0))
 
 
-def sum_outputs(experts: Any, group: RankGroup) -> None:
-    """Makes a module of experts, of whose products each rank computes a part, return the sum of all ranks."""
+class SummedExperts(nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """A module of experts of which each rank computes its share of the units of each expert."""
 
-    def summed(_: Any, __: Any, output: Tensor) -> Tensor:
-        return group.sum(output)
+    def __init__(self, part: nn.Module, group: RankGroup) -> None:
+        """`part` has this rank's share of the weights; codes are divided here."""
+        super().__init__()
+        if isinstance(part, QuantizedExperts):
+            part.weights = _expert_part(part.weights, group)
+        self.part = part
+        self._group = group
 
-    experts.register_forward_hook(summed)
+    def forward(self, *tokens: Tensor) -> Tensor:
+        """Takes the arguments of the whole module and returns its results, the same on each rank."""
+        return self._group.sum(self.part(*tokens))
+
+
+def _expert_part(weights: ExpertWeights, group: RankGroup) -> ExpertWeights:
+    """Returns this rank's share of the units of each expert, divided when an expert is read."""
+    share = group.share(weights.mlp_size)
+
+    def read(number: int) -> Expert:
+        (gate, up), down = weights.read(number)
+        return (_outputs_of(gate, share), _outputs_of(up, share)), _inputs_of(down, share)
+
+    return replace(weights, mlp_size=share.stop - share.start, read=read)
 
 
 def packed_part(weight: Tensor, group: RankGroup, dim: int) -> Tensor:
@@ -121,6 +137,14 @@ def plain_part(weight: Tensor, group: RankGroup, dim: int) -> Tensor:
     """Returns this rank's share of a dimension, in memory of its own."""
     share = group.share(weight.shape[dim])
     return weight.narrow(dim, share.start, share.stop - share.start).clone(memory_format=torch.contiguous_format)
+
+
+def _outputs_of(weight: Weight, share: slice) -> Weight:
+    return weight[share] if isinstance(weight, Tensor) else weight[torch.arange(share.start, share.stop)]
+
+
+def _inputs_of(weight: Weight, share: slice) -> Weight:
+    return weight[:, share] if isinstance(weight, Tensor) else inputs_of(weight, share)
 
 
 def _linear(weight: Weight, bias: Tensor | None) -> Linear:

@@ -17,14 +17,13 @@ from decoder_svc.runner.parallel.split_layers import (
     SplitEmbedding,
     SplitHead,
     SplitRows,
+    SummedExperts,
     column_part,
     packed_part,
     plain_part,
-    sum_outputs,
 )
 from lookonce.errors import ConfigurationError
 from lookonce.model.half_model import detach_from_file, text_child
-from lookonce.model.kernels.quantized_experts import QuantizedExperts
 from lookonce.model.kernels.quantized_weight import QuantizedLinear
 from lookonce.model.text_support import key_sources
 
@@ -55,8 +54,6 @@ def split_model(model: Any, group: RankGroup) -> int:
 
     Raises ConfigurationError for a model that cannot be split over so many ranks.
     """
-    if any(isinstance(module, QuantizedExperts) for module in model.modules()):
-        raise _refusal("quantized experts are not split yet; use the unquantized model")
     text_model = getattr(model.model, text_child(model))
     text = model.config.get_text_config()
     num_kv_heads = kv_heads_of_rank(text, group.size)
@@ -101,7 +98,7 @@ def _split_layers(text_model: Any, plan: Mapping[str, str], group: RankGroup) ->
         if name in parameters:
             _split_experts(parent, child, style, group)
         elif style == "moe_tp_experts":
-            sum_outputs(modules[name], group)
+            setattr(parent, child, SummedExperts(modules[name], group))
         else:
             setattr(parent, child, _split_linear(name, modules[name], style, group))
         num_split += 1
