@@ -12,7 +12,9 @@ import peft
 import torch
 from transformers import AutoModelForImageTextToText
 
-ALL_LAYERS = r".*(language_model|text_model).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+_ATTENTION, _MLP = "q_proj|k_proj|v_proj|o_proj", "gate_proj|up_proj|down_proj|w1|w2|w3"
+_RECURRENT = r"in_proj|in_proj_\w+|out_proj"
+ALL_LAYERS = rf".*(language_model|text_model).*\.({_ATTENTION}|{_MLP}|{_RECURRENT})"
 
 
 def base_model(model: pathlib.Path) -> Any:

@@ -168,7 +168,7 @@ class ModelRunnerBase(ABC):
         return None if self.config.adapters is None else AdapterTable(self.model)
 
     def _install_recurrent_layers(self) -> RecurrentLayers | None:
-        """Raises ConfigurationError if the model has recurrent layers that this device, or adapters, do not know.
+        """Raises ConfigurationError if the model has recurrent layers that this device does not know.
 
         Raises ModelFolderError if it has no other layers.
         """
@@ -178,10 +178,6 @@ class ModelRunnerBase(ABC):
         named = f"{self.family.title} has recurrent layers (linear attention or short convolutions)"
         if not self.serves_recurrent_layers:
             raise ConfigurationError(f"{named}, which {type(self).__name__} does not compute yet: use the CPU")
-        if self.config.adapters is not None:
-            raise ConfigurationError(
-                f"{named}, to which adapters are not applied yet: leave out --adapters and --adapters-folder"
-            )
         if len(recurrent_layers(text)) == text.num_hidden_layers:
             raise ModelFolderError(f"{named} only; a layer with full attention is needed")
         return RecurrentLayers(

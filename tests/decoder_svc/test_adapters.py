@@ -16,7 +16,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests import tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
 from tests.lora_folders import generated, lora_folder, with_adapter
-from tests.tiny_families import gemma3, gemma4, qwen3_vl
+from tests.tiny_families import gemma3, gemma4, lfm2_vl, qwen3_5, qwen3_vl
 
 NUM_TOKENS = 10
 FAMILIES: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
@@ -25,19 +25,25 @@ FAMILIES: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "qwen3_vl": qwen3_vl.build,
     "gemma3": gemma3.build,
     "gemma4": gemma4.build,
+    "qwen3_5": qwen3_5.build,
+    "lfm2_vl": lfm2_vl.build,
 }
 # Names of adapters, with the settings that PEFT makes them with.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"seed": 1},
     "queries": {"seed": 2, "target_modules": r".*(language_model|text_model).*\.(q_proj|v_proj)", "r": 8},
-    "mlp": {"seed": 3, "target_modules": r".*(language_model|text_model).*\.(up_proj|down_proj)", "use_rslora": True},
+    "mlp": {
+        "seed": 3,
+        "target_modules": r".*(language_model|text_model).*\.(up_proj|down_proj|w3|w2)",
+        "use_rslora": True,
+    },
     "some": {
         "seed": 4,
-        "rank_pattern": {"o_proj": 3, r"layers\.1\.self_attn\.q_proj": 7},
-        "alpha_pattern": {"down_proj": 2},
+        "rank_pattern": {"o_proj|out_proj": 3, r"layers\.1\.self_attn\.q_proj": 7},
+        "alpha_pattern": {"down_proj|w2": 2},
         "lora_alpha": 5,
     },
-    "last layer": {"seed": 5, "target_modules": r".*(language_model|text_model).*layers\.1\..*\.(q_proj|down_proj)"},
+    "last layer": {"seed": 5, "target_modules": r".*(language_model|text_model).*layers\.1\..*\.(q_proj|down_proj|w2)"},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -16,7 +16,6 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.errors import ConfigurationError
 from tests.decoder_svc.conftest import loaded
 from tests.decoder_svc.decoders import params, running_decoder
-from tests.lora_folders import lora_folder
 from tests.tiny_families import qwen3_5
 
 QUESTION = "why do you see a small cat near the red boat " * 4
@@ -92,15 +91,6 @@ async def test_speculation_changes_no_answer_and_has_states_of_its_own(folder: p
         answers = await asyncio.gather(*(decoder.stub.Generate(asked) for _ in range(3)))
     assert {answer.choices[0].text for answer in answers} == {plain.choices[0].text}
     assert sum(answer.usage.accepted_draft_tokens for answer in answers) > 0
-
-
-async def test_adapters_are_refused_by_name(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    adapter = lora_folder(tmp_path / "adapter", folder)
-    with pytest.raises(
-        ConfigurationError, match=r"Qwen3\.5 has recurrent layers .*leave out --adapters and --adapters-folder"
-    ):
-        async with running_decoder(folder, adapters=f"one={adapter}"):
-            pass
 
 
 def test_a_device_that_does_not_compute_such_layers_refuses_the_model(folder: pathlib.Path) -> None:
