@@ -1,8 +1,9 @@
 """How fast is a recurrent layer, with our kernel and without? `--help` lists the options.
 
-A gated delta net of Qwen3.5's sizes and a short convolution of LFM2's, with random weights, compute one token of each
-sequence, or a prompt, from states in a pool. Each round computes the same tokens with both forms, in turns. Without our
-kernels, transformers' recurrent and chunked forms, or operators of PyTorch, read and write the states.
+A gated delta net of Qwen3.5's sizes, a short convolution of LFM2's and a Mamba2 layer of Nemotron's, with random
+weights, compute one token of each sequence, or a prompt, from states in a pool. Each round computes the same tokens
+with both forms, in turns. Without our kernels, transformers' recurrent and chunked forms, or operators of PyTorch, read
+and write the states.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.recurrent_steps import move, one_layer_models, step_of
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_convolution import NativeConvolutionStep
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
+from decoder_svc.runner.cpu.native_mamba2 import NativeScanStep
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from lookonce.model.kernels.native_library import load_library
 
@@ -77,7 +79,11 @@ def _cell(name: str, text_model: Any, dtype: str, num_sequences: int, num_tokens
     library, num_threads = load_library(SOURCES), torch.get_num_threads()
     forms = {
         _WITHOUT: RecurrentKernels(),
-        _OURS: RecurrentKernels(NativeDeltaStep(library, num_threads), NativeConvolutionStep(library, num_threads)),
+        _OURS: RecurrentKernels(
+            NativeDeltaStep(library, num_threads),
+            NativeConvolutionStep(library, num_threads),
+            NativeScanStep(library, num_threads),
+        ),
     }
     layers = {
         form: step_of(text_model, _DTYPES[dtype], kernels, num_sequences, num_tokens, _CPU)
@@ -117,7 +123,8 @@ def section(hidden_size: int, cells: Sequence[Cell]) -> str:
     ]  # fmt: skip
     return (
         f"## {_NAME}\n\nHow fast is a recurrent layer, for single tokens and for a prompt? Hidden size {hidden_size}; "
-        f"a gated delta net has {hidden_size // 32} states of 128 × 128.\nGoal: our kernels are faster.\n\n"
+        f"a gated delta net has {hidden_size // 32} states of 128 × 128, and a Mamba2 layer "
+        "as many of 128 × 64.\nGoal: our kernels are faster.\n\n"
         f"{report.table(head, rows)}\n\n{len(cells[0].ratios)} interleaved rounds with different tokens, medians. The "
         "projections are PyTorch's in both forms."
     )

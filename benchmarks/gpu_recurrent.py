@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_checks import Check
 from benchmarks.gpu_peers import seconds_of
-from benchmarks.recurrent_steps import move, one_layer_models, step_of
+from benchmarks.recurrent_steps import has_kernel, move, one_layer_models, step_of
 from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 
@@ -25,7 +25,7 @@ _CALLS = 20
 def recurrent_cells(
     device: torch.device, hidden_size: int = 1024, *, dtype: torch.dtype = _DTYPE, num_calls: int = _CALLS
 ) -> Iterator[Check | dict[str, Any]]:
-    """Yields a check of each kind of layer, and the times of steps with kernels and with PyTorch's operators.
+    """Yields a check of each kind of layer with kernels, and the times of steps with them and with PyTorch's operators.
 
     Raises ImportError without Triton.
     """
@@ -34,6 +34,8 @@ def recurrent_cells(
     kernels = RecurrentKernels(TritonDeltaStep(), TritonConvolutionStep())
     for name, text_model in one_layer_models(hidden_size).items():
         move(text_model, device, dtype)
+        if not has_kernel(text_model, dtype, kernels):
+            continue
         with torch.inference_mode():
             reason = wrong_kernel_reason(text_model, dtype, kernels, device)
             yield Check(f"kernels against PyTorch's operators: {name}", reason is None, reason or "equal")

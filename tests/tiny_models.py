@@ -266,7 +266,9 @@ def _random_model(model_class: Any, config: Any, tokenizer: Any, seed: int) -> A
             _draw(name, parameter, generator)
         # A trained model answers with no placeholders; of the special tokens only EOS may come.
         quiet = [index for index in tokenizer.all_special_ids if index != tokenizer.eos_token_id]
-        model.get_output_embeddings().weight[quiet] = 0.0
+        # A model around a causal one does not always name the head of that as its own.
+        head = model.get_output_embeddings() or model.language_model.get_output_embeddings()
+        head.weight[quiet] = 0.0
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.bos_token_id = tokenizer.bos_token_id

@@ -14,7 +14,7 @@ from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes
 from lookonce.families.video import DEFAULT_FPS, video_token
 from lookonce.model.family_model import FamilyModel
-from lookonce.model.model_folder import ModelFolder
+from lookonce.model.model_folder import ModelFolder, image_token_id
 
 # Number of cached layouts. A chat repeats its images in every turn.
 _NUM_LAYOUTS = 256
@@ -154,8 +154,7 @@ def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
 
     Raises ModelFolderError if the tokenizer or config.json does not name the image token.
     """
-    config = folder.config
-    token_id = config.get("image_token_index", config.get("image_token_id"))
+    token_id = image_token_id(folder.config)
     if token_id is None:
         raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
     token = tokenizer.convert_ids_to_tokens(int(token_id))

@@ -36,7 +36,7 @@ from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
 from decoder_svc.runner.prompt_results.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_results.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
-from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers, recurrent_layers
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampled.constrained_sample import begin_masks, launch_sample
@@ -53,7 +53,14 @@ from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import text_child
 from lookonce.model.structure.fixed_embeddings import fixed_embeddings
-from lookonce.model.text_support import HeadShape, head_shape, key_sources, longest_sequence
+from lookonce.model.text_support import (
+    HeadShape,
+    head_shape,
+    key_sources,
+    layers_without_keys,
+    longest_sequence,
+    recurrent_kinds,
+)
 from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -83,7 +90,7 @@ class ModelRunnerBase(ABC):
     # Whether the engine launches a step while the one before it runs. True where `launch` returns before the device is
     # done, and the device computes steps in the order in which they were launched.
     overlaps_steps: bool = False
-    # Whether the device computes recurrent layers, such as those of Qwen3.5 and LFM2.
+    # Whether the device computes recurrent layers, such as those of Qwen3.5, LFM2 and Nemotron-H.
     serves_recurrent_layers: bool = False
     # Whether the device computes a part of a model, beside other processes with theirs (runner/parallel).
     serves_split_models: bool = False
@@ -173,13 +180,13 @@ class ModelRunnerBase(ABC):
         Raises ModelFolderError if it has no other layers.
         """
         text = self.model.config.get_text_config()
-        if not recurrent_layers(text):
+        if not recurrent_kinds(text):
             return None
-        named = f"{self.family.title} has recurrent layers (linear attention or short convolutions)"
+        named = f"{self.family.title} has recurrent layers (linear attention, short convolutions or Mamba2)"
         if not self.serves_recurrent_layers:
             raise ConfigurationError(f"{named}, which {type(self).__name__} does not compute yet: use the CPU")
-        if len(recurrent_layers(text)) == text.num_hidden_layers:
-            raise ModelFolderError(f"{named} only; a layer with full attention is needed")
+        if len(layers_without_keys(text)) == text.num_hidden_layers:
+            raise ModelFolderError(f"{named} and no attention; a layer with full attention is needed")
         return RecurrentLayers(
             getattr(self.model.model, text_child(self.model)), self.model.dtype, self.recurrent_kernels
         )
@@ -231,7 +238,7 @@ class ModelRunnerBase(ABC):
             sliding_layers=sliding_layers,
             window=text.sliding_window if sliding_layers else None,
             block_slots=self.backend.block_slots(self.config.block_size),
-            recurrent_layers=recurrent_layers(text),
+            keyless_layers=layers_without_keys(text),
             sliding_heads=head_shape(text, min(sliding_layers)) if sliding_layers and is_mixed else None,
             key_sources=key_sources(text),
             is_rounded=self.config.rounds_kv_cache,

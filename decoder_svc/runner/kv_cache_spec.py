@@ -31,8 +31,8 @@ class KVCacheSpec:
     window: int | None = None
     # Slots that one block takes in a pool; None: one per token.
     block_slots: int | None = None
-    # Layers without keys and values (runner/recurrent).
-    recurrent_layers: frozenset[int] = frozenset()
+    # Layers without keys and values: recurrent ones (runner/recurrent), and those that mix no tokens.
+    keyless_layers: frozenset[int] = frozenset()
     # Heads of a layer in the sliding group; None: those of the full group.
     sliding_heads: HeadShape | None = None
     # Layers that read the keys and values of another layer in their group, and that layer.
@@ -66,13 +66,13 @@ class KVCacheSpec:
 
     def num_pool_blocks(self, layer: int, num_blocks: int, num_sliding_blocks: int) -> int:
         """Returns the number of blocks in a layer's pool, given those of both groups."""
-        if layer in self.recurrent_layers:
+        if layer in self.keyless_layers:
             return 0
         return num_sliding_blocks if layer in self.sliding_layers else num_blocks
 
     @property
     def _own_layers(self) -> list[int]:
-        kept = (layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+        kept = (layer for layer in range(self.num_layers) if layer not in self.keyless_layers)
         return [layer for layer in kept if layer not in self.key_sources]
 
     def _layer_block_bytes(self, layer: int) -> int:

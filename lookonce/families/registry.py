@@ -41,6 +41,7 @@ from lookonce.families import (
     minicpmv4_6,
     mistral3,
     muse_glimmer,
+    nemotron_h_omni,
     ovis2,
     paddleocr_vl,
     paligemma,
@@ -111,6 +112,7 @@ _MODULES = (
     qwen2_5_omni_thinker,
     ernie4_5_vl_moe,
     minicpmv4_6,
+    nemotron_h_omni,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

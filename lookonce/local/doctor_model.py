@@ -6,7 +6,7 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +23,17 @@ from lookonce.model.family_model import FamilyModel
 from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
-from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_template_source
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_template_source, image_token_id
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.text_support import (
-    DELTA_NET_TYPE,
     POSITIONS,
-    RECURRENT_TYPES,
+    RecurrentKind,
     head_shape,
     key_sources,
+    layers_without_keys,
     longest_sequence,
+    recurrent_kinds,
 )
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
@@ -128,11 +129,10 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
     except LookonceError as error:
         return [Finding("text half", False, str(error))]
     text = model.source.config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    recurrent = [kind for kind in kinds if kind in RECURRENT_TYPES]
-    if len(recurrent) == len(kinds):
-        return [Finding("text half", False, "all layers are recurrent; a layer with full attention is needed")]
-    shapes = [head_shape(text, layer) for layer in _layers_with_keys(text, kinds)]
+    recurrent = list(recurrent_kinds(text).values())
+    if recurrent and len(layers_without_keys(text)) == text.num_hidden_layers:
+        return [Finding("text half", False, "no layer has attention; a layer with full attention is needed")]
+    shapes = [head_shape(text, layer) for layer in _layers_with_keys(text)]
     token_bytes = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
     many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
@@ -153,19 +153,23 @@ def _longest(text: Any) -> list[Finding]:
     return [Finding("longest request", True, detail)]
 
 
-def _layers_with_keys(text: Any, kinds: Sequence[str]) -> list[int]:
+def _layers_with_keys(text: Any) -> list[int]:
     """Returns the layers that have keys and values of their own."""
-    sources = key_sources(text)
-    return [layer for layer, kind in enumerate(kinds) if kind not in RECURRENT_TYPES and layer not in sources]
+    others = layers_without_keys(text) | key_sources(text).keys()
+    return [layer for layer in range(text.num_hidden_layers) if layer not in others]
 
 
-def _state_bytes(text: Any, kind: str, element_bytes: int) -> int:
+def _state_bytes(text: Any, kind: RecurrentKind, element_bytes: int) -> int:
     """Returns the bytes of a recurrent layer's state: a float32 matrix per head, and the convolution's last inputs.
 
     A layer that is a short convolution has no matrix.
     """
-    if kind != DELTA_NET_TYPE:
+    if kind is RecurrentKind.SHORT_CONVOLUTION:
         return int(text.hidden_size * (text.conv_L_cache - 1) * element_bytes)
+    if kind is RecurrentKind.MAMBA2:
+        width = text.mamba_num_heads * text.mamba_head_dim
+        channels = width + 2 * text.n_groups * text.ssm_state_size
+        return int(width * text.ssm_state_size * 4 + channels * (text.conv_kernel - 1) * element_bytes)
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     window_bytes = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * element_bytes
@@ -286,7 +290,7 @@ def _num_tokens(folder: ModelFolder, tokenizer: Any, shape: ImageShape) -> int:
 
 
 def _image_token_id(folder: ModelFolder) -> int:
-    token_id = folder.config.get("image_token_index", folder.config.get("image_token_id"))
+    token_id = image_token_id(folder.config)
     if not isinstance(token_id, int):
         raise ModelFolderError("config.json has no image token (image_token_index or image_token_id)")
     return token_id

@@ -90,7 +90,6 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
     It keeps the base class's name, because transformers renames legacy keys by class name and model type. Layers that
     are `quantized` in the folder are StoredLinear.
     """
-    ignored: set[str] = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
     # The class lives as long as the model, and must not keep files mapped: the first instance takes the tensors.
     stored = [] if quantized is None else [quantized]
 
@@ -104,6 +103,8 @@ def half_class(base: Any, half: Half, quantized: QuantizedTensors | None = None)
             self.all_tied_weights_keys = {}
         choose_experts(self)
         prefixes = {("" if parent is self else "model.") + name for parent, name in dropped}
+        # With those that models inside ignore, such as layers that predict further tokens.
+        ignored = set(self._keys_to_ignore_on_load_unexpected or ())
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
         if stored:
             left_out = replace_by_stored(self, stored.pop())

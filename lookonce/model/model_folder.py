@@ -33,18 +33,26 @@ _LARGEST_SIZE, _MOST_LAYERS, _MOST_LABELS = 1 << 24, 4096, 1 << 16
 _SIZES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "embed_dim"), _LARGEST_SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), _LARGEST_SIZE),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"), _LARGEST_SIZE),
     **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
     # transformers makes a name for each.
     "num_labels": _MOST_LABELS,
 }
-_TOKENS = ("image_token_index", "image_token_id", "video_token_index", "video_token_id")
+# Fields that name the token of images; the last one is that of published Nemotron-H Omni folders.
+_IMAGE_TOKENS = ("image_token_index", "image_token_id", "img_context_token_id")
+_TOKENS = (*_IMAGE_TOKENS, "video_token_index", "video_token_id")
 # Types that are not served, with the property that stands against it (docs/adr/0048).
 _APART = "which attends to images apart from the text (cross-attention) and is not served"
 _TOGETHER = "whose encoder reads image and prompt together, and which is not served"
 _UNSERVED_TYPES = {"mllama": _APART, "florence2": _TOGETHER, "t5gemma2": _TOGETHER}
 _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
+
+
+def image_token_id(config: Mapping[str, Any]) -> Any:
+    """Returns the id of the token of images in a config.json, None if no field names it."""
+    return next((config[name] for name in _IMAGE_TOKENS if config.get(name) is not None), None)
 
 
 # transformers and torch raise these for a configuration that contradicts itself or the weights.

@@ -2,12 +2,14 @@
 
 The decoder flattens many requests into one row and replaces attention. A layer that keeps an unknown kind of state, or
 whose results depend on the rest of the batch, would give other tokens than `generate`. A model with such a layer is
-refused. Known kinds are keys and values, and the states of gated delta nets and short convolutions (docs/adr/0041).
+refused. Known kinds are keys and values, and the states of gated delta nets, short convolutions (docs/adr/0041) and
+Mamba2 (docs/adr/0057).
 `head_shape` and `key_sources` describe the keys and values of each layer.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +17,26 @@ from typing import Any
 from lookonce.families.base import Mask
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Types of layers with a state instead of keys and values, and the text models whose layers of that type are served.
-DELTA_NET_TYPE, SHORT_CONVOLUTION_TYPE = "linear_attention", "conv"
-RECURRENT_TYPES = {
-    DELTA_NET_TYPE: frozenset({"qwen3_5_text", "qwen3_5_moe_text"}),
-    SHORT_CONVOLUTION_TYPE: frozenset({"lfm2"}),
+
+
+class RecurrentKind(enum.Enum):
+    """A kind of layers with a state instead of keys and values."""
+
+    DELTA_NET = "gated delta net"
+    SHORT_CONVOLUTION = "short convolution"
+    MAMBA2 = "Mamba2"
+
+
+# Kinds of recurrent layers by the text model and the type that it gives them.
+_RECURRENT_KINDS = {
+    ("qwen3_5_text", "linear_attention"): RecurrentKind.DELTA_NET,
+    ("qwen3_5_moe_text", "linear_attention"): RecurrentKind.DELTA_NET,
+    ("lfm2", "conv"): RecurrentKind.SHORT_CONVOLUTION,
+    ("nemotron_h", "linear_attention"): RecurrentKind.MAMBA2,
 }
+# Types of layers that mix no tokens, so that they keep nothing, and the text models whose layers of that type are
+# served.
+_TOKENWISE_TYPES = {"mlp": frozenset({"nemotron_h"}), "moe": frozenset({"nemotron_h"})}
 # Layers whose tokens see those of their own chunk of the sequence, and the text models in which they are served: as
 # layers with full attention, in sequences of one chunk.
 CHUNKED_TYPE, _CHUNKED_MODEL_TYPES = "chunked_attention", frozenset({"llama4_text"})
@@ -62,6 +78,20 @@ class HeadShape:
 
     num_kv_heads: int
     head_dim: int
+
+
+def recurrent_kinds(text: Any) -> dict[int, RecurrentKind]:
+    """Returns the recurrent layers of a text configuration of transformers, and the kind of each."""
+    types = getattr(text, "layer_types", None) or ()
+    kinds = ((layer, _RECURRENT_KINDS.get((text.model_type, each))) for layer, each in enumerate(types))
+    return {layer: kind for layer, kind in kinds if kind is not None}
+
+
+def layers_without_keys(text: Any) -> frozenset[int]:
+    """Returns the layers of a text configuration that have no attention, and with it no keys and values."""
+    types = getattr(text, "layer_types", None) or ()
+    tokenwise = (layer for layer, each in enumerate(types) if text.model_type in _TOKENWISE_TYPES.get(each, ()))
+    return frozenset((*recurrent_kinds(text), *tokenwise))
 
 
 def head_shape(text: Any, layer: int) -> HeadShape:
@@ -150,10 +180,11 @@ def _unserved_field(config: Any, text: Any) -> str | None:
 
 def _layers(_config: Any, text: Any) -> str | None:
     layer_types = getattr(text, "layer_types", None) or ()
-    if not RECURRENT_TYPES.keys().isdisjoint(layer_types) and "sliding_attention" in layer_types:
+    if recurrent_kinds(text) and "sliding_attention" in layer_types:
         return f"layers with a sliding window beside recurrent layers, which are not served together; {_ADVICE}"
+    keyless = layers_without_keys(text)
     for layer, layer_type in enumerate(layer_types):
-        if text.model_type in RECURRENT_TYPES.get(layer_type, ()):
+        if layer in keyless:
             continue
         if layer_type == CHUNKED_TYPE and text.model_type in _CHUNKED_MODEL_TYPES:
             continue

@@ -240,7 +240,7 @@ def test_rounded_cache(quick: Any) -> None:
 def test_delta_net_speed(quick: Any) -> None:
     cells = quick("delta_net_speed")["cells"]
     assert [(cell["layer"], cell["num_sequences"], cell["num_tokens"]) for cell in cells] == [
-        (layer, *step) for layer in ("gated delta net", "short convolution") for step in ((2, 1), (1, 5))
+        (layer, *step) for layer in ("gated delta net", "short convolution", "Mamba2") for step in ((2, 1), (1, 5))
     ]
     for cell in cells:
         assert set(cell["layer_s"]) == {"without", "ours"}

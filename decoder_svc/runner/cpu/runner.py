@@ -17,12 +17,14 @@ from decoder_svc.runner.cpu.attention import NativeBackend, cpu_attention
 from decoder_svc.runner.cpu.native_convolution import NativeConvolutionStep
 from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.cpu.native_experts import replace_experts
+from decoder_svc.runner.cpu.native_mamba2 import NativeScanStep
 from decoder_svc.runner.cpu.native_model import install_kernels
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.parallel.split_model import split_model
+from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
@@ -33,6 +35,7 @@ from lookonce.model.kernels.native_linear import native_linear
 from lookonce.model.kernels.quantized_layers import has_quantized_layers, make_layers_whole, quantize_linears
 from lookonce.model.kernels.quantized_weight import stored_tensors
 from lookonce.model.kernels.read_ahead import read_ahead
+from lookonce.model.text_support import recurrent_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class CPUModelRunner(ModelRunnerBase):
         else:
             logger.info("language model: transformers' modules, whose linear layers are PyTorch's here")
         self._make_others_whole()
+        self._check_recurrent_kernels()
         text_model = getattr(self.model.model, text_child(self.model))
         if self.adapters is not None and not isinstance(text_model, NativeStack):
             self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
@@ -96,8 +100,18 @@ class CPUModelRunner(ModelRunnerBase):
         has_no_kernel = self.model.dtype is torch.float16
         make_layers_whole(self.model, "give --dtype bfloat16 to encoder and decoder" if has_no_kernel else None)
 
+    def _check_recurrent_kernels(self) -> None:
+        """Leaves the kernels of recurrent layers only where they agree with PyTorch's operators."""
+        text_model = getattr(self.model.model, text_child(self.model))
+        if not recurrent_kinds(text_model.config):
+            return
+        reason = wrong_kernel_reason(text_model, self.model.dtype, self.recurrent_kernels, self.device)
+        if reason is not None:
+            logger.warning("recurrent layers: operators of PyTorch: %s", reason)
+            self.recurrent_kernels = RecurrentKernels()
+
     def _choose_backend(self) -> None:
-        """Sets the attention backend, and with our own the sampler and the kernel of recurrent layers."""
+        """Sets the attention backend, and with our own the sampler and the kernels of recurrent layers."""
         num_threads = torch.get_num_threads()
         head_dims = [shape.head_dim for shape in self.head_shapes]
         self.backend = cpu_attention(self.model.dtype, head_dims, self.config.block_size, num_threads)
@@ -106,6 +120,7 @@ class CPUModelRunner(ModelRunnerBase):
             self.recurrent_kernels = RecurrentKernels(
                 NativeDeltaStep(self.backend.library, num_threads),
                 NativeConvolutionStep(self.backend.library, num_threads),
+                NativeScanStep(self.backend.library, num_threads),
             )
 
     def profile_run(self, worst: WorstCase) -> int:

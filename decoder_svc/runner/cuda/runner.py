@@ -27,13 +27,14 @@ from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
-from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, recurrent_layers
+from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from decoder_svc.runner.sampling.device_penalties import DevicePenalties, Penalise, penalised_logits
 from decoder_svc.runner.sampling.sampler import Sampler
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.quantized_layers import quantize_linears
+from lookonce.model.text_support import recurrent_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class GPUModelRunner(ModelRunnerBase):
     def _recurrent_kernels(self) -> RecurrentKernels:
         """Returns kernels for the model's recurrent layers, if it has any and they compute the right numbers here."""
         text_model = getattr(self.model.model, text_child(self.model))
-        if not recurrent_layers(text_model.config):
+        if not recurrent_kinds(text_model.config):
             return RecurrentKernels()
         try:
             triton = importlib.import_module("decoder_svc.runner.cuda.triton_recurrent")

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionBackend, SdpaBackend, forward_context
-from decoder_svc.runner.recurrent.delta_net import DeltaNet
 from decoder_svc.runner.recurrent.recurrent_layers import (
     RecurrentKernels,
+    RecurrentLayer,
     lone_step,
     recurrent_layer,
-    recurrent_layers,
 )
-from decoder_svc.runner.recurrent.short_convolution import ShortConvolution
 from decoder_svc.runner.state_step import PoolSizes
 from decoder_svc.scheduling.scheduler_output import StateUse
+from lookonce.model.text_support import recurrent_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,8 @@ def wrong_kernel_reason(
     text_model: Any, dtype: torch.dtype, kernels: RecurrentKernels, device: torch.device
 ) -> str | None:
     """Returns why the kernels cannot be used for a model whose layers are on the device, or None if they can."""
-    kinds = text_model.config.layer_types
-    firsts = {kinds[number]: number for number in sorted(recurrent_layers(text_model.config), reverse=True)}
+    kinds = recurrent_kinds(text_model.config)
+    firsts = {kinds[number]: number for number in sorted(kinds, reverse=True)}
     for kind, number in firsts.items():
         wanted, found = (
             recurrent_layer(text_model.layers[number], kind, dtype, each) for each in (RecurrentKernels(), kernels)
@@ -57,7 +56,7 @@ def wrong_kernel_reason(
             logger.debug("kernels for recurrent layers failed their trial", exc_info=True)
             return f"they fail on this device ({type(error).__name__})"
         if not are_equal:
-            return f"they compute other numbers on this device, in layers of type {kind!r}"
+            return f"they compute other numbers on this device, in layers of the kind {kind.value!r}"
     return None
 
 
@@ -70,7 +69,7 @@ def _are_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     return True
 
 
-def _results(layer: DeltaNet | ShortConvolution, hidden_size: int, device: torch.device) -> list[Tensor]:
+def _results(layer: RecurrentLayer, hidden_size: int, device: torch.device) -> list[Tensor]:
     """Returns the outputs of both steps, and the states behind them."""
     pool = layer.pool
     pool.allocate(_POOLS, device)

@@ -12,19 +12,19 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.recurrent.delta_net import DeltaNet, DeltaStep
+from decoder_svc.runner.recurrent.mamba2 import Mamba2, ScanStep
 from decoder_svc.runner.recurrent.short_convolution import ConvolutionStep, ShortConvolution
 from decoder_svc.runner.state_step import PoolSizes, StateStep, state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
-from lookonce.model.text_support import DELTA_NET_TYPE, RECURRENT_TYPES, SHORT_CONVOLUTION_TYPE
+from lookonce.model.text_support import RecurrentKind, recurrent_kinds
 
-# Names of the modules in layers, by the type of the layer.
-_MODULES = {DELTA_NET_TYPE: "linear_attn", SHORT_CONVOLUTION_TYPE: "conv"}
-
-
-def recurrent_layers(text: Any) -> frozenset[int]:
-    """Returns the recurrent layers of a text configuration."""
-    types = getattr(text, "layer_types", None) or ()
-    return frozenset(layer for layer, kind in enumerate(types) if kind in RECURRENT_TYPES)
+# Names of the modules in layers.
+_MODULES = {
+    RecurrentKind.DELTA_NET: "linear_attn",
+    RecurrentKind.SHORT_CONVOLUTION: "conv",
+    RecurrentKind.MAMBA2: "mixer",
+}
+RecurrentLayer = DeltaNet | ShortConvolution | Mamba2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class RecurrentKernels:
 
     delta: DeltaStep | None = None
     convolution: ConvolutionStep | None = None
+    scan: ScanStep | None = None
 
 
 class RecurrentLayers:
@@ -45,10 +46,10 @@ class RecurrentLayers:
         """
         self.sizes = PoolSizes(0, 0)
         self._layers = []
-        for number in sorted(recurrent_layers(text_model.config)):
+        for number, kind in recurrent_kinds(text_model.config).items():
             layer = text_model.layers[number]
-            computed = recurrent_layer(layer, text_model.config.layer_types[number], dtype, kernels)
-            getattr(layer, _MODULES[text_model.config.layer_types[number]]).forward = computed
+            computed = recurrent_layer(layer, kind, dtype, kernels)
+            getattr(layer, _MODULES[kind]).forward = computed
             self._layers.append(computed)
 
     @property
@@ -96,11 +97,11 @@ def lone_step(
     )
 
 
-def recurrent_layer(
-    layer: Any, kind: str, dtype: torch.dtype, kernels: RecurrentKernels
-) -> DeltaNet | ShortConvolution:
-    """Returns what computes the recurrent module of a layer of this type, in place of the module's `forward`."""
+def recurrent_layer(layer: Any, kind: RecurrentKind, dtype: torch.dtype, kernels: RecurrentKernels) -> RecurrentLayer:
+    """Returns what computes the recurrent module of a layer of this kind, in place of the module's `forward`."""
     module = getattr(layer, _MODULES[kind])
-    if kind == DELTA_NET_TYPE:
+    if kind is RecurrentKind.DELTA_NET:
         return DeltaNet(module, dtype, kernels.delta)
-    return ShortConvolution(module, dtype, kernels.convolution)
+    if kind is RecurrentKind.SHORT_CONVOLUTION:
+        return ShortConvolution(module, dtype, kernels.convolution)
+    return Mamba2(module, dtype, kernels.scan)

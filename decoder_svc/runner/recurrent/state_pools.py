@@ -67,6 +67,12 @@ class StatePool:
         found[step.sources < 0] = 0
         return found.transpose(1, 2)
 
+    def matrices_before(self, step: StateStep) -> Tensor:
+        """Returns copies of the matrices that sequences begin with, `[num_sequences, heads, key_dim, value_dim]`."""
+        found = self.matrices[step.sources.clamp(min=0)]
+        found[step.sources < 0] = 0
+        return found
+
     def write_left_windows(self, step: StateStep, windows: Tensor) -> None:
         """Stores windows `[num_sequences + num_snapshots, kernel_size - 1, channels]` in a step's states."""
         self.windows[torch.cat((step.targets, step.snapshot_states))] = windows.transpose(1, 2)

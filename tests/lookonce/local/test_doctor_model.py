@@ -109,14 +109,12 @@ def test_layers_count_with_their_own_heads_if_they_have_keys_of_their_own(
     assert _examined(built(name))["KV cache"].detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")
 
 
-def test_recurrent_layers_take_no_keys_and_values(
-    built: Callable[[str], pathlib.Path], copied: Callable[..., pathlib.Path]
-) -> None:
-    path = built("qwen3_5")
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h_omni"])
+def test_recurrent_layers_take_no_keys_and_values(name: str, built: Callable[[str], pathlib.Path]) -> None:
+    path = built(name)
     text = _config(path).get_text_config()
-    num_recurrent = text.layer_types.count("linear_attention")
-    num_full = len(text.layer_types) - num_recurrent
-    assert 0 < num_recurrent < len(text.layer_types)
+    num_recurrent, num_full = (text.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
+    assert min(num_recurrent, num_full) > 0
     num_bytes = num_full * 2 * text.num_key_value_heads * text.head_dim * 4 * 16
     detail = _examined(path)["KV cache"].detail
     assert detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")

@@ -11,9 +11,10 @@
 #include <cmath>
 #include <vector>
 
-#include "activation.h"
 #include "aligned.h"
 #include "lanes.h"
+#include "state_columns.h"
+#include "window_inputs.h"
 
 namespace lookonce {
 
@@ -46,12 +47,6 @@ namespace {
 // Vectors of a block of columns, for which sums and corrections stay in registers.
 constexpr int kBlockVectors = kNumRegisters >= 32 ? 4 : 1;
 constexpr int64_t kBlockColumns = kBlockVectors * kLanes;
-
-// A block of columns of a state, from its first column on; `stride` is the distance of rows. Without rows, it is zeros.
-struct Columns {
-  float* rows;
-  int64_t stride;
-};
 
 // One token in some columns of a head.
 struct HeadToken {
@@ -110,17 +105,6 @@ void change(const HeadToken& token, const float* next_keys, const Columns& sourc
   }
 }
 
-void copy_columns(const Columns& from, const Columns& to, int64_t key_dim, int64_t count) {
-  for (int64_t i = 0; i < key_dim; ++i) {
-    float* row = to.rows + i * to.stride;
-    if (from.rows == nullptr) {
-      std::fill(row, row + count, 0.0f);
-    } else {
-      std::copy(from.rows + i * from.stride, from.rows + i * from.stride + count, row);
-    }
-  }
-}
-
 // Scales a vector to length 1, times `factor`.
 void normalize(float* vector, int64_t size, float factor) {
   Floats sums(0.0f);
@@ -135,13 +119,14 @@ void normalize(float* vector, int64_t size, float factor) {
 template <typename Type>
 class DeltaRun {
  public:
-  using Element = typename Type::Element;
-
   explicit DeltaRun(const DeltaStep& step)
       : step_(step), num_tokens_(step.first_tokens[step.num_sequences]),
         key_size_(step.num_key_heads * step.key_dim),
         num_channels_(2 * key_size_ + step.num_value_heads * step.value_dim),
-        num_blocks_((step.value_dim + kBlockColumns - 1) / kBlockColumns) {
+        num_blocks_((step.value_dim + kBlockColumns - 1) / kBlockColumns),
+        inputs_{step.mixed, step.windows, step.left_windows, step.filter, nullptr, step.first_tokens,
+                step.first_snapshots, step.snapshot_tokens, step.num_sequences, num_channels_, step.window,
+                num_channels_} {
     // Kept for later layers and steps: new memory would be cleared by the system first.
     static thread_local AlignedVector<float> memory;
     if (memory.size() < static_cast<size_t>(num_tokens_ * num_channels_)) memory.resize(num_tokens_ * num_channels_);
@@ -161,7 +146,7 @@ class DeltaRun {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t token = 0; token < num_tokens_; ++token) convolve(token, row.data());
 #pragma omp for schedule(dynamic, 1) nowait
-      for (int64_t sequence = 0; sequence < step_.num_sequences; ++sequence) leave_windows(sequence);
+      for (int64_t sequence = 0; sequence < step_.num_sequences; ++sequence) inputs_.leave_windows(sequence);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t item = 0; item < num_items; ++item) {
         const int64_t head = item / num_blocks_, first = item % num_blocks_ * kBlockColumns;
@@ -177,44 +162,11 @@ class DeltaRun {
   }
 
  private:
-  // Returns the inputs of a token of a sequence, counted from its first new one; negative: of earlier ones.
-  const Element* inputs(int64_t sequence, int64_t position) const {
-    if (position >= 0) {
-      return static_cast<const Element*>(step_.mixed) + (step_.first_tokens[sequence] + position) * num_channels_;
-    }
-    const int64_t row = sequence * step_.window + step_.window + position;
-    return static_cast<const Element*>(step_.windows) + row * num_channels_;
-  }
-
   // Writes a token's channels behind the convolution and its activation, queries and keys normalized. `row` is the
   // caller's memory for all channels.
   void convolve(int64_t token, float* row) {
-    const int64_t sequence = sequences_[token], position = token - step_.first_tokens[sequence];
-    for (int64_t c = 0; c < num_channels_; c += kLanes) {
-      const int64_t count = std::min(kLanes, num_channels_ - c);
-      Floats sums(0.0f);
-      for (int64_t j = 0; j <= step_.window; ++j) {
-        const Element* from = inputs(sequence, position - step_.window + j) + c;
-        const float* factors = step_.filter + j * num_channels_ + c;
-        if (count == kLanes) {
-          sums += Type::load(from) * load_floats(factors);
-          continue;
-        }
-        Element elements[kLanes] = {};
-        float some[kLanes] = {};
-        std::copy(from, from + count, elements);
-        std::copy(factors, factors + count, some);
-        sums += Type::load(elements) * load_floats(some);
-      }
-      const Floats activated = gated_by_sigmoid<false>(sums, sums);
-      if (count == kLanes) {
-        store_floats(row + c, activated);
-        continue;
-      }
-      float some[kLanes];
-      store_floats(some, activated);
-      std::copy(some, some + count, row + c);
-    }
+    const int64_t sequence = sequences_[token];
+    inputs_.convolve(sequence, token - step_.first_tokens[sequence], row);
     const float factor = 1.0f / std::sqrt(static_cast<float>(step_.key_dim));
     for (int64_t head = 0; head < 2 * step_.num_key_heads; ++head) {
       float* vector = row + head * step_.key_dim;
@@ -235,23 +187,6 @@ class DeltaRun {
 
   float* values(int64_t token, int64_t head) const {
     return convolved_ + 2 * key_size_ * num_tokens_ + (head * num_tokens_ + token) * step_.value_dim;
-  }
-
-  // Copies the last inputs of a sequence, and those of its snapshots.
-  void leave_windows(int64_t sequence) const {
-    const int64_t stop = step_.first_tokens[sequence + 1] - step_.first_tokens[sequence];
-    leave_window(sequence, stop, sequence);
-    for (int64_t i = step_.first_snapshots[sequence]; i < step_.first_snapshots[sequence + 1]; ++i) {
-      leave_window(sequence, step_.snapshot_tokens[i], step_.num_sequences + i);
-    }
-  }
-
-  void leave_window(int64_t sequence, int64_t stop, int64_t place) const {
-    Element* to = static_cast<Element*>(step_.left_windows) + place * step_.window * num_channels_;
-    for (int64_t j = 0; j < step_.window; ++j) {
-      const Element* from = inputs(sequence, stop - step_.window + j);
-      std::copy(from, from + num_channels_, to + j * num_channels_);
-    }
   }
 
   Columns columns(int64_t state, int64_t head, int64_t first) const {
@@ -315,6 +250,7 @@ class DeltaRun {
   const int64_t key_size_;
   const int64_t num_channels_;
   const int64_t num_blocks_;
+  const WindowInputs<Type> inputs_;
   // [2 * num_key_heads, num_tokens, key_dim], then [num_value_heads, num_tokens, value_dim].
   float* convolved_;
   // The sequence of each token.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import pathlib
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ from decoder_svc.runner.cpu.native_delta import NativeDeltaStep
 from decoder_svc.runner.state_step import state_arrays
 from decoder_svc.scheduling.scheduler_output import StateUse
 from lookonce.model.kernels.native_library import load_library
+from tests.decoder_svc.runner.cpu.loaded_runner import load
 from tests.decoder_svc.runner.delta_states import (
     NUM_SLOTS,
     NUM_SNAPSHOTS,
@@ -55,6 +60,22 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(sizes: Sizes, seed:
 def test_states_that_the_pool_does_not_have_are_refused(use: StateUse) -> None:
     with pytest.raises(IndexError, match="is outside of PoolSizes"):
         state_arrays([use], [3], [3], POOL)
+
+
+def test_a_kernel_with_other_results_is_not_used(
+    family_folder: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = family_folder("qwen3_5")
+    usual = load(folder, torch.float32).recurrent
+    assert usual is not None
+    assert usual.have_kernels
+    right = NativeDeltaStep.__call__
+    monkeypatch.setattr(NativeDeltaStep, "__call__", lambda *arguments: right(*arguments) * 1.01)
+    with caplog.at_level(logging.WARNING):
+        recurrent = load(folder, torch.float32).recurrent
+    assert recurrent is not None
+    assert not recurrent.have_kernels
+    assert "recurrent layers: operators of PyTorch: they compute other numbers on this device" in caplog.text
 
 
 def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:

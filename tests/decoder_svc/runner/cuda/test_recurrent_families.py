@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,12 +19,13 @@ from tests.decoder_svc.runner.cuda.interpreted_triton import triton_attention, t
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
 from tests.parity.test_family_conformance import RECURRENT
+from tests.tiny_families import FAMILIES as TINY_FAMILIES
 
 # Steps take up to a second in the interpreter.
 NUM_TOKENS = 3
 INTERVAL = 2
 # The experts of a mixture cannot be counted on the simulated device.
-FAMILIES = sorted(RECURRENT - {"qwen3_5_moe"})
+FAMILIES = sorted(RECURRENT - {"qwen3_5_moe", "nemotron_h_omni"})
 
 TinyFamily = Callable[[str], families.Conformance]
 
@@ -93,6 +95,26 @@ def test_without_triton_answers_are_the_references_and_no_step_is_recorded(
     torch.set_num_threads(num_threads)
     assert "recurrent layers: operators of PyTorch, and no graphs: Triton cannot be imported" in caplog.text
     assert answers.token_ids == again.token_ids == [question.expected[:NUM_TOKENS] for question in questions]
+
+
+@pytest.mark.parametrize("name", ["nemotron_h_omni"])
+def test_mamba2_has_no_kernels_of_triton_so_operators_compute_and_no_step_is_recorded(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    num_threads = torch.get_num_threads()
+    tiny = TINY_FAMILIES[name]
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    family = families.build(tiny, tiny.build(tmp_path, text={"layers_block_type": kinds}), 2).offline
+    prompts = [question.prompt for question in family.questions]
+    with installed(triton_attention, triton_penalties, triton_recurrent):
+        session, runner = session_of(family, use_graphs=True)
+        assert runner.recurrent is not None
+        assert not runner.recurrent.have_kernels
+        assert runner.graphs is None
+        answers = session.ask(prompts, max_tokens=NUM_TOKENS)
+        again = session.ask(prompts, max_tokens=NUM_TOKENS)
+    torch.set_num_threads(num_threads)
+    assert answers.token_ids == again.token_ids == [question.expected[:NUM_TOKENS] for question in family.questions]
 
 
 @pytest.mark.parametrize("kernel", ["convolve", "_delta"])

@@ -30,7 +30,7 @@ def built(family: str, tmp_path: pathlib.Path, form: str = "awq", *, vision: boo
 
 
 # Families whose quantized experts are refused, with the reason.
-REFUSED = {"ernie4_5_vl_moe": "is merged with others"}
+REFUSED = {"ernie4_5_vl_moe": "is merged with others", "nemotron_h_omni": "is merged with others"}
 
 
 # Names in the file are those of transformers 4 in some families.
