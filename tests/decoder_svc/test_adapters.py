@@ -16,7 +16,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests import tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
 from tests.lora_folders import generated, lora_folder, with_adapter
-from tests.tiny_families import gemma3, gemma4, lfm2_vl, qwen3_5, qwen3_vl
+from tests.tiny_families import gemma3, gemma4, lfm2_vl, nemotron_h_omni, qwen3_5, qwen3_vl
 
 NUM_TOKENS = 10
 FAMILIES: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
@@ -27,6 +27,7 @@ FAMILIES: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "gemma4": gemma4.build,
     "qwen3_5": qwen3_5.build,
     "lfm2_vl": lfm2_vl.build,
+    "nemotron_h_omni": nemotron_h_omni.build,
 }
 # Names of adapters, with the settings that PEFT makes them with.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "some": {
         "seed": 4,
-        "rank_pattern": {"o_proj|out_proj": 3, r"layers\.1\.self_attn\.q_proj": 7},
+        "rank_pattern": {"o_proj|out_proj": 3, r"layers\.1\.self_attn\.q_proj|layers\.2\.mixer\.q_proj": 7},
         "alpha_pattern": {"down_proj|w2": 2},
         "lora_alpha": 5,
     },
