@@ -31,6 +31,7 @@ from lookonce.families import (
     idefics3,
     internvl,
     janus,
+    kimi_k25,
     lfm2_vl,
     lighton_ocr,
     llama4,
@@ -111,6 +112,7 @@ _MODULES = (
     qwen2_5_omni_thinker,
     ernie4_5_vl_moe,
     minicpmv4_6,
+    kimi_k25,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

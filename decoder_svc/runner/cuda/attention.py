@@ -106,6 +106,8 @@ def _triton(needs: AttentionNeeds) -> PagedBackend:
         module = importlib.import_module("decoder_svc.runner.cuda.triton_attention")
     except ImportError as error:
         raise _UnfitError(f"Triton cannot be imported ({error})") from error
+    if needs.head_dim > module.MAX_HEAD_DIM:
+        raise _UnfitError(f"the Triton kernel takes heads of at most {module.MAX_HEAD_DIM} elements")
     backend: PagedBackend = module.TritonBackend(needs.num_processors, needs.shared_bytes)
     return backend
 
