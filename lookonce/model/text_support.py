@@ -35,9 +35,9 @@ SINK_MODEL_TYPES = frozenset({
 })  # fmt: skip
 # Text models in which a rope of type `dynamic` with a fixed `alpha` does not depend on the batch either.
 _FIXED_ALPHA_MODEL_TYPES = frozenset({"hunyuan_vl_text"})
-# Text models whose latent attention (MLA, arXiv:2405.04434) is served, in the form of structure/latent_attention.py, and the
-# fields with its sizes.
+# Text models whose latent attention (MLA, arXiv:2405.04434) is served, in the form of structure/latent_attention.py.
 _LATENT_MODEL_TYPES = frozenset({"deepseek_v3", "mistral4"})
+# Its sizes.
 _LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields of rope_parameters by which Mistral 4 scales queries with their position.
 _TEMPERATURE_FIELDS = ("llama_4_scaling_beta", "original_max_position_embeddings")

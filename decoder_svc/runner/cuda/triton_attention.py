@@ -41,8 +41,6 @@ from decoder_svc.runner.cuda.triton_splits import (
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
-# Sizes of heads are padded to powers of two, and the sums of a program's rows must fit into its registers.
-MAX_HEAD_DIM = 512
 # Smallest side of a matrix that the matrix units multiply.
 _MIN_TILE = 16
 # Rows of a program in a step with prompt chunks and many tokens. In a step with few tokens, most sequences have a

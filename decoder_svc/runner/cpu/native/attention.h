@@ -158,12 +158,12 @@ class Attention {
   Attention(const Step& step, const Heads& heads, const AttentionPlan& plan, const Pools& pools,
             const LayerOptions& options, const Element* queries, Element* output, float* partials)
       : step_(step), heads_(heads), plan_(plan), pools_(pools), options_(options), queries_(queries), output_(output),
-        partials_(partials), group_(step.groups[options.group]), dim_(heads.head_dim), num_values_(heads.num_values()),
+        partials_(partials), group_(step.groups[options.group]), dim_(heads.head_dim), num_values_(size_of_value(heads)),
         rows_per_token_(heads.num_heads / heads.num_kv_heads), scale_(options.scale * kLog2OfE) {}
 
   // Returns the number of floats that a plan's partial results take.
   static int64_t partial_floats(const AttentionPlan& plan, const Heads& heads) {
-    return plan.num_partials * heads.num_heads / heads.num_kv_heads * (heads.num_values() + 2);
+    return plan.num_partials * heads.num_heads / heads.num_kv_heads * (size_of_value(heads) + 2);
   }
 
   // Phases of `run`.
