@@ -51,10 +51,12 @@ def absorb_latents(text_model: torch.nn.Module) -> int:
     `kv_b_proj` that are stored as codes are made whole.
     """
     found = [module for module in text_model.modules() if hasattr(module, "expand_kv")]
-    with torch.inference_mode():
+    with torch.no_grad():
         for module in found:
+            weight = module.kv_b_proj.weight
             sizes = module.num_heads, module.qk_nope_head_dim, module.v_head_dim
-            module.kv_b_proj = LatentProjection(module.kv_b_proj.weight, *sizes)
+            # PyTorch gives no view of a parameter that was computed in inference mode, as weights made whole are.
+            module.kv_b_proj = LatentProjection(weight.clone() if weight.is_inference() else weight, *sizes).eval()
             module.expand_kv = _latent_keys
     return len(found)
 

@@ -29,6 +29,8 @@ constexpr int64_t kMaxRows = 32;
 #else
 constexpr int64_t kMaxRows = 36;
 #endif
+// The same where values are parts of keys: they are copied out of the keys once for all of these rows.
+constexpr int64_t kMaxLatentRows = 128;
 
 // One work item: a part of a sequence's attention for one key head.
 struct AttentionItem {
@@ -79,7 +81,8 @@ struct AttentionPlan {
   AttentionPlan(const Step& step, const Heads& heads, const LayerOptions& options)
       : group(options.group), window(options.window), is_causal(options.is_causal) {
     const int64_t rows_per_token = heads.num_heads / heads.num_kv_heads;
-    const int64_t tokens_each = std::max<int64_t>(1, kMaxRows / rows_per_token);
+    const int64_t most_rows = heads.value_dim > 0 ? kMaxLatentRows : kMaxRows;
+    const int64_t tokens_each = std::max<int64_t>(1, most_rows / rows_per_token);
     // With fewer items, threads would wait for the longest sequence: divide its keys.
     const bool is_short = step.num_sequences * heads.num_kv_heads < 8 * step.num_threads;
     for (int64_t s = 0; s < step.num_sequences; ++s) {
