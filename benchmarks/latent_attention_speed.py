@@ -2,9 +2,10 @@
 
 One token of each sequence, with the heads of Mistral Small 4 and of Kimi K2.5. Each round computes three forms in
 turns: PyTorch's attention over expanded keys and values of all heads, which lie ready in memory; the absorbed form with
-our kernel; and the absorbed form with PyTorch's operators over gathered latents. The products with both halves of
-kv_b_proj are part of the absorbed forms, and the expansion of the new token is part of the other one. Projections of
-hidden states are not measured.
+our kernel; and the absorbed form with PyTorch's operators over gathered latents. Expanded values are padded to the size
+of keys, because PyTorch has no fast kernel for two sizes. The products with both halves of kv_b_proj are part of the
+absorbed forms, and the expansion of the new token is part of the other one. Projections of hidden states are not
+measured.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _cell(model: str, dtype: str, num_sequences: int, context: int, num_rounds: 
     }
     forms = {name: _absorbed(heads, element, num_sequences, context, backend) for name, backend in backends.items()}
     forms[_EXPANDED] = _expanded(heads, element, num_sequences, context)
-    expanded = heads.num_heads * (heads.key_dim + heads.rotary_dim + heads.value_dim) * element.itemsize
+    expanded = 2 * heads.num_heads * (heads.key_dim + heads.rotary_dim) * element.itemsize
     latent = (heads.rank + heads.rotary_dim) * element.itemsize
     token_bytes = {_EXPANDED: expanded, _OURS: latent, _OPERATORS: latent}
     cell = Cell(model, dtype, num_sequences, context, {form: [] for form in forms}, token_bytes)
@@ -137,14 +138,14 @@ def _expanded(heads: Heads, dtype: torch.dtype, num_sequences: int, context: int
     queries = _noise(num_sequences, heads.num_heads, 1, key_dim).to(dtype)
     latents, rotary = (_noise(num_sequences, size).to(dtype) for size in (heads.rank, heads.rotary_dim))
     keys = torch.zeros(num_sequences, heads.num_heads, context + 1, key_dim, dtype=dtype)
-    values = torch.zeros(num_sequences, heads.num_heads, context + 1, heads.value_dim, dtype=dtype)
+    values = torch.zeros(num_sequences, heads.num_heads, context + 1, key_dim, dtype=dtype)
 
     def computed() -> Tensor:
         new = F.linear(latents, weight).view(num_sequences, heads.num_heads, -1)
         keys[:, :, -1, : heads.key_dim] = new[..., : heads.key_dim]
         keys[:, :, -1, heads.key_dim :] = rotary[:, None]
-        values[:, :, -1] = new[..., heads.key_dim :]
-        return F.scaled_dot_product_attention(queries, keys, values)
+        values[:, :, -1, : heads.value_dim] = new[..., heads.key_dim :]
+        return F.scaled_dot_product_attention(queries, keys, values)[..., : heads.value_dim]
 
     return computed
 

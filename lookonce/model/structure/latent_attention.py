@@ -19,11 +19,16 @@ class LatentProjection(torch.nn.Module):  # type: ignore[misc]  # torch is untyp
     """The two halves of `kv_b_proj`: one that is applied to queries, and one that is applied to attended latents."""
 
     def __init__(self, weight: Tensor, num_heads: int, key_dim: int, value_dim: int) -> None:
-        """`weight` is that of `kv_b_proj`, `[num_heads * (key_dim + value_dim), rank]`; it is not copied."""
+        """`weight` is that of `kv_b_proj`, `[num_heads * (key_dim + value_dim), rank]`; it is copied."""
         super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.rank = weight.shape[1]
-        self._num_heads, self._key_dim, self._value_dim = num_heads, key_dim, value_dim
+        self._num_heads, self._key_dim = num_heads, key_dim
+        by_head = weight.detach().view(num_heads, key_dim + value_dim, self.rank)
+        keys, values = by_head[:, :key_dim], by_head[:, key_dim:].transpose(1, 2)
+        # Both have the order in which PyTorch multiplies without turning them around in each step. Other parameters
+        # with three dimensions are experts, which may stay in the mapped file.
+        self.key_half = _parameter(keys)
+        self.value_half = _parameter(values)
 
     def latent_queries(self, queries: Tensor) -> Tensor:
         """Returns queries for latents, `[num_tokens, heads, rank + rotary]`.
@@ -31,17 +36,19 @@ class LatentProjection(torch.nn.Module):  # type: ignore[misc]  # torch is untyp
         Takes the module's, `[heads, num_tokens, key_dim + rotary]`; the rotary part stays.
         """
         plain, rotary = queries[..., : self._key_dim], queries[..., self._key_dim :]
-        latent = torch.bmm(plain, self._by_head[:, : self._key_dim])
+        latent = torch.bmm(plain, self.key_half.view(self._num_heads, self._key_dim, self.rank))
         return torch.cat((latent, rotary), dim=-1).transpose(0, 1)
 
     def values(self, attended: Tensor) -> Tensor:
         """Returns each head's values, `[num_tokens, heads, value_dim]`, from latents `[num_tokens, heads, ≥ rank]`."""
         latents = attended[..., : self.rank].transpose(0, 1)
-        return torch.bmm(latents, self._by_head[:, self._key_dim :].transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(latents, self.value_half.view(self._num_heads, self.rank, -1)).transpose(0, 1)
 
-    @property
-    def _by_head(self) -> Tensor:
-        return self.weight.view(self._num_heads, self._key_dim + self._value_dim, self.rank)
+
+def _parameter(by_head: Tensor) -> torch.nn.Parameter:
+    """Returns a copy `[heads * rows, columns]` of `[heads, rows, columns]`."""
+    copied = by_head.clone(memory_format=torch.contiguous_format)
+    return torch.nn.Parameter(copied.view(-1, by_head.shape[-1]), requires_grad=False)
 
 
 def absorb_latents(text_model: torch.nn.Module) -> int:
@@ -53,10 +60,8 @@ def absorb_latents(text_model: torch.nn.Module) -> int:
     found = [module for module in text_model.modules() if hasattr(module, "expand_kv")]
     with torch.no_grad():
         for module in found:
-            weight = module.kv_b_proj.weight
             sizes = module.num_heads, module.qk_nope_head_dim, module.v_head_dim
-            # PyTorch gives no view of a parameter that was computed in inference mode, as weights made whole are.
-            module.kv_b_proj = LatentProjection(weight.clone() if weight.is_inference() else weight, *sizes).eval()
+            module.kv_b_proj = LatentProjection(module.kv_b_proj.weight, *sizes).eval()
             module.expand_kv = _latent_keys
     return len(found)
 

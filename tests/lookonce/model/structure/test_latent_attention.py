@@ -74,19 +74,19 @@ def test_the_absorbed_form_is_the_modules_form() -> None:
     torch.testing.assert_close(_paged(module), wanted, rtol=1e-12, atol=1e-12)
 
 
-def _halves_are_exchanged(projection: LatentProjection) -> None:
-    projection.weight = torch.nn.Parameter(
-        projection.weight.view(HEADS, -1, RANK).flip(1).flatten(0, 1), requires_grad=False
-    )
+def _heads_of_keys_are_exchanged(projection: LatentProjection) -> None:
+    projection.key_half.copy_(projection.key_half.view(HEADS, -1, RANK).flip(0).flatten(0, 1))
 
 
-def _heads_are_exchanged(projection: LatentProjection) -> None:
-    projection.weight = torch.nn.Parameter(
-        projection.weight.view(HEADS, -1, RANK).flip(0).flatten(0, 1), requires_grad=False
-    )
+def _heads_of_values_are_exchanged(projection: LatentProjection) -> None:
+    projection.value_half.copy_(projection.value_half.view(HEADS, RANK, -1).flip(0).flatten(0, 1))
 
 
-@pytest.mark.parametrize("fault", [_halves_are_exchanged, _heads_are_exchanged])
+def _latents_are_turned(projection: LatentProjection) -> None:
+    projection.value_half.copy_(projection.value_half.view(HEADS, RANK, -1).flip(1).flatten(0, 1))
+
+
+@pytest.mark.parametrize("fault", [_heads_of_keys_are_exchanged, _heads_of_values_are_exchanged, _latents_are_turned])
 def test_faults_are_noticed(fault: Callable[[LatentProjection], None]) -> None:
     wanted, module = _run(_attention_module(), "sdpa"), _attention_module()
     absorb_latents(torch.nn.ModuleList([module]))
