@@ -22,6 +22,7 @@ from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.state_step import StateStep
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import StateUse
+from lookonce.model.structure.latent_attention import latent_projection
 
 PAGED_ATTENTION = "lookonce_paged"
 
@@ -94,7 +95,10 @@ class AttentionBackend(Protocol):
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """Allocates and returns the key and value pools, one pair per layer, sized for the layer's group."""
+        """Allocates and returns the key and value pools, one pair per layer, sized for the layer's group.
+
+        Both of a pair are the same tensor where values are parts of keys (`HeadShape.value_dim`).
+        """
         ...
 
     def forward(
@@ -109,8 +113,10 @@ class AttentionBackend(Protocol):
         """Writes `key` and `value` `[num_tokens, kv_heads, head_dim]` to their slots, then attends.
 
         A layer that reads the keys and values of another one writes nothing: the other has written them. `query` and
-        the result are `[num_tokens, heads, head_dim]`. A token sees itself, the tokens before it (only the last ones if
-        the layer has a window), and every token of a mutual span that it is in, unless the layer is causal.
+        the result are `[num_tokens, heads, head_dim]`. Where values are parts of keys, `value` equals `key`, and
+        elements of the result behind those of the values are undefined or missing. A token sees itself, the tokens
+        before it (only the last ones if the layer has a window), and every token of a mutual span that it is in, unless
+        the layer is causal.
         """
         ...  # fmt: skip
 
@@ -159,7 +165,8 @@ class SdpaBackend:
         group = self._group(layer, metadata, options)
         if layer not in self._reading_layers:
             key_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, key)
-            value_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, value)
+            if value_pool is not key_pool:
+                value_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, value)
         return self.attend(layer, query, group, metadata, options)
 
     def attend(
@@ -308,15 +315,16 @@ def _paged_attention(
     backend, metadata = current_step()
     # Gemma 4: the rows of an image see each other in layers with a window alone.
     is_causal = sliding_window is None and getattr(module.config, "use_bidirectional_attention", None) == "vision"
+    latent = latent_projection(module)
     output = backend.forward(
         module.layer_idx,
-        query[0].transpose(0, 1),
+        query[0].transpose(0, 1) if latent is None else latent.latent_queries(query[0]),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         metadata,
         LayerOptions(scaling, sliding_window, softcap, is_causal),
     )
-    return output[None], None
+    return (output if latent is None else latent.values(output))[None], None
 
 
 def register_paged_attention() -> None:

@@ -114,6 +114,11 @@ class ModelRunnerBase(ABC):
                 f"kv_cache_dtype int8 is not offered by the attention backend {self.backend.name}, but by our own "
                 "kernels; leave it out"
             )
+        if config.rounds_kv_cache and self.get_kv_cache_spec().value_dim is not None:
+            raise ConfigurationError(
+                "kv_cache_dtype int8 is not offered for latent attention, where all heads would read the same rounding "
+                "errors in keys and values; leave it out"
+            )
         fix_sparse_activations(getattr(self.model.model, text_child(self.model)), self.model.dtype)
         # None: the model has no recurrent layers.
         self.recurrent = self._install_recurrent_layers()
@@ -242,6 +247,7 @@ class ModelRunnerBase(ABC):
             sliding_heads=head_shape(text, min(sliding_layers)) if sliding_layers and is_mixed else None,
             key_sources=key_sources(text),
             is_rounded=self.config.rounds_kv_cache,
+            value_dim=heads.value_dim,
         )
 
     def initialize_kv_cache(self, num_blocks: int, num_sliding_blocks: int = 0, num_snapshots: int = 0) -> None:

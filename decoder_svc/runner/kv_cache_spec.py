@@ -39,6 +39,8 @@ class KVCacheSpec:
     key_sources: Mapping[int, int] = field(default_factory=dict)
     # Keys and values are codes of 8 bits, with a float32 scale for each head and token.
     is_rounded: bool = False
+    # Values of the full group are the first elements of keys, so many of them; see HeadShape.
+    value_dim: int | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -54,14 +56,20 @@ class KVCacheSpec:
         """Returns the heads of a layer's keys and values."""
         if layer in self.sliding_layers and self.sliding_heads is not None:
             return self.sliding_heads
-        return HeadShape(self.num_kv_heads, self.head_dim)
+        return HeadShape(self.num_kv_heads, self.head_dim, self.value_dim)
 
     def make_pools(self, pool: Callable[[int], Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns the key and value pools of each layer, made by `pool` from a layer's number.
 
-        A layer that reads another's keys and values has the other's pools.
+        A layer that reads another's keys and values has the other's pools. Values that are parts of keys have no pool:
+        both of the pair are that of the keys.
         """
-        own = {layer: (pool(layer), pool(layer)) for layer in range(self.num_layers) if layer not in self.key_sources}
+
+        def pair(layer: int) -> tuple[Tensor, Tensor]:
+            keys = pool(layer)
+            return keys, keys if self.heads(layer).value_dim else pool(layer)
+
+        own = {layer: pair(layer) for layer in range(self.num_layers) if layer not in self.key_sources}
         return [own[self.key_sources.get(layer, layer)] for layer in range(self.num_layers)]
 
     def num_pool_blocks(self, layer: int, num_blocks: int, num_sliding_blocks: int) -> int:
@@ -78,7 +86,8 @@ class KVCacheSpec:
     def _layer_block_bytes(self, layer: int) -> int:
         heads = self.heads(layer)
         head_bytes = heads.head_dim + SCALE_BYTES if self.is_rounded else heads.head_dim * int(self.dtype.itemsize)
-        return 2 * (self.block_slots or self.block_size) * heads.num_kv_heads * head_bytes
+        num_pools = 1 if heads.value_dim else 2
+        return num_pools * (self.block_slots or self.block_size) * heads.num_kv_heads * head_bytes
 
 
 def layers_with_window(text: Any) -> frozenset[int]:

@@ -334,6 +334,8 @@ class Family:
     has_max_pixels: bool = False
     # Number of frames that a still image counts as, if the processor bounds pixels times frames.
     frames_per_image: Callable[[FamilySource], int] = _one_frame
+    # The largest `max_patches` of an image processor that is accepted: its number of tiles, in most families.
+    most_patches: int = 64
     # Maps a request's options to arguments of the image processor.
     processor_arguments: Callable[[FamilySource, ProcessorOptions], Mapping[str, Any]] = _no_arguments
     # Whether an image is processed differently if its prompt has several images.

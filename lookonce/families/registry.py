@@ -31,6 +31,7 @@ from lookonce.families import (
     idefics3,
     internvl,
     janus,
+    kimi_k25,
     lfm2_vl,
     lighton_ocr,
     llama4,
@@ -113,6 +114,7 @@ _MODULES = (
     ernie4_5_vl_moe,
     minicpmv4_6,
     nemotron_h_omni,
+    kimi_k25,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -133,7 +133,7 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
     if recurrent and len(layers_without_keys(text)) == text.num_hidden_layers:
         return [Finding("text half", False, "no layer has attention; a layer with full attention is needed")]
     shapes = [head_shape(text, layer) for layer in _layers_with_keys(text)]
-    token_bytes = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * weights.dtype.itemsize
+    token_bytes = sum(shape.num_elements for shape in shapes) * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
     many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
     others = ""

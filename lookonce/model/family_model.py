@@ -36,7 +36,7 @@ _NO_TIMM = (
 # Settings of image processors from which the rows of every image are computed, and the smallest and largest values with
 # which that takes no time. Those of published models are far from the largest ones.
 _PROCESSOR_BOUNDS = {
-    **dict.fromkeys(("min_tiles", "max_tiles", "min_patches", "max_patches", "max_num_tiles"), (1, 64)),
+    **dict.fromkeys(("min_tiles", "max_tiles", "min_patches", "max_num_tiles"), (1, 64)),
     "max_slice_nums": (0, 64),
     **dict.fromkeys(("merge_size", "downsample_factor", "temporal_patch_size"), (1, 64)),
     **dict.fromkeys(("tile_size", "scale_resolution", "encoder_patch_size", "patch_size"), (1, 8192)),
@@ -214,7 +214,7 @@ def _image_processor(folder: ModelFolder, data: Family) -> Any:
         raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
     if getattr(processor, "backend", None) != backend:
         raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
-    for name, (least, most) in _PROCESSOR_BOUNDS.items():
+    for name, (least, most) in {**_PROCESSOR_BOUNDS, "max_patches": (1, data.most_patches)}.items():
         value = getattr(processor, name, None)
         # A comparison with NaN is false.
         if isinstance(value, (int, float)) and not least <= value <= most:

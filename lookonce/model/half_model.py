@@ -30,6 +30,7 @@ from lookonce.model.safetensors_header import read_header
 from lookonce.model.structure.chosen_experts import choose_experts
 from lookonce.model.structure.fixed_embeddings import embedders, fix_embeddings
 from lookonce.model.structure.inner_model import inner_model, with_inner_model
+from lookonce.model.structure.latent_attention import absorb_latents
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
@@ -37,6 +38,8 @@ _TEXT_CHILDREN = ("language_model", "text_model")
 _UNSERVED_CHILDREN = ("audio_tower", "embed_audio")
 # Modules of transformers that log while a model is loaded.
 _REPORTING = ("modeling_utils", "models.timm_wrapper.modeling_timm_wrapper")
+# transformers' own attention, which gets every head's keys and values.
+_OWN_ATTENTION = frozenset({"eager", "sdpa"})
 # Scales of keys and values, which stay in the model's type.
 _CACHE_SCALES = r"\.[kv]_scale$"
 
@@ -60,7 +63,8 @@ def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
 def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str, *, keep_codes: bool = False) -> Any:
     """Loads the model with language model and head only; `attention` is a name registered with transformers.
 
-    Modules that embed tokens beside the language model become FixedEmbeddings.
+    Modules that embed tokens beside the language model become FixedEmbeddings. Latent attention gets its absorbed form,
+    unless `attention` is one of transformers' own.
     `dtype` None means the checkpoint's. With `keep_codes`, linear layers that are stored quantized become
     QuantizedLinear; otherwise they get whole weights. Raises ModelFolderError if a wanted tensor is missing or has
     another shape.
@@ -71,6 +75,8 @@ def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: s
         # from places in the batch, where the decoder puts many sequences one after another.
         if getattr(module, "attn_temperature_tuning", False):
             module.attn_temperature_tuning = False
+    if attention not in _OWN_ATTENTION:
+        absorb_latents(getattr(model.model, text_child(model)))
     return model
 
 

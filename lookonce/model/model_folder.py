@@ -35,6 +35,9 @@ _SIZES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
     **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), _LARGEST_SIZE),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"), _LARGEST_SIZE),
+    **dict.fromkeys(
+        ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _LARGEST_SIZE
+    ),
     **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
     # transformers makes a name for each.

@@ -10,6 +10,7 @@ Mamba2 (docs/adr/0057).
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,12 @@ SINK_MODEL_TYPES = frozenset({
 })  # fmt: skip
 # Text models in which a rope of type `dynamic` with a fixed `alpha` does not depend on the batch either.
 _FIXED_ALPHA_MODEL_TYPES = frozenset({"hunyuan_vl_text"})
+# Text models whose latent attention (MLA, arXiv:2405.04434) is served, in the form of structure/latent_attention.py.
+_LATENT_MODEL_TYPES = frozenset({"deepseek_v3", "mistral4"})
+# Its sizes.
+_LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Fields of rope_parameters by which Mistral 4 scales queries with their position.
+_TEMPERATURE_FIELDS = ("llama_4_scaling_beta", "original_max_position_embeddings")
 # The field that limits sequences in most text models.
 POSITIONS = "max_position_embeddings"
 _ADVICE = "use a model with another text model"
@@ -78,6 +85,13 @@ class HeadShape:
 
     num_kv_heads: int
     head_dim: int
+    # Values are the first elements of keys, so many of them, and are not stored apart; None: they have the keys' shape.
+    value_dim: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers that the cache keeps of a token."""
+        return (1 if self.value_dim else 2) * self.num_kv_heads * self.head_dim
 
 
 def recurrent_kinds(text: Any) -> dict[int, RecurrentKind]:
@@ -96,9 +110,17 @@ def layers_without_keys(text: Any) -> frozenset[int]:
 
 def head_shape(text: Any, layer: int) -> HeadShape:
     """Returns the shape of a layer's keys and values, from a text configuration of transformers."""
+    if is_latent(text):
+        # The latent and the rotary key (latent_attention.py).
+        return HeadShape(1, int(text.kv_lora_rank + text.qk_rope_head_dim), int(text.kv_lora_rank))
     own = text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
     head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     return HeadShape(int(own.num_key_value_heads), int(head_dim))
+
+
+def is_latent(text: Any) -> bool:
+    """Whether a text model's layers have latent attention that is served."""
+    return text.model_type in _LATENT_MODEL_TYPES
 
 
 def key_sources(text: Any) -> dict[int, int]:
@@ -143,7 +165,7 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
             f"the text model ({text.model_type}) lets tokens see later tokens (bidirectional attention), "
             f"which is not served; {_ADVICE}"
         )
-    for check in (_composition, _unserved_field, _layers, _rope, _heads, _bounds, _window):
+    for check in (_composition, _unserved_field, _layers, _rope, _heads, _latent, _bounds, _window):
         reason: str | None = check(config, text)
         if reason is not None:
             return f"the text model ({text.model_type}) has {reason}"
@@ -173,7 +195,8 @@ def _composition(config: Any, text: Any) -> str | None:
 def _unserved_field(config: Any, text: Any) -> str | None:
     for name, meaning in _UNSERVED_FIELDS.items():
         value = getattr(text, name, None)
-        if value and not (name in _SHARING_FIELDS and _may_share(config, text)):
+        is_served = is_latent(text) if name == "kv_lora_rank" else name in _SHARING_FIELDS and _may_share(config, text)
+        if value and not is_served:
             return f"{meaning}, which are not served ({name} is {value!r}); {_ADVICE}"
     return None
 
@@ -227,6 +250,29 @@ def _heads(_config: Any, text: Any) -> str | None:
             return (
                 f"no {name} in its configuration, which sizes the KV cache, so text models of type "
                 f"{text.model_type!r} are not served; use a model with another text model, such as llama or qwen2"
+            )
+    return None
+
+
+def _latent(_config: Any, text: Any) -> str | None:
+    if not is_latent(text):
+        return None
+    for name in _LATENT_FIELDS:
+        value = getattr(text, name, None)
+        if not isinstance(value, int) or value < 1:
+            return f"latent attention; {name} in config.json must be a number ≥ 1, not {value!r}"
+    if text.num_key_value_heads != text.num_attention_heads:
+        return (
+            f"latent attention with num_key_value_heads = {text.num_key_value_heads}, which must be the number of "
+            f"heads, {text.num_attention_heads}; use the config.json that belongs to the weights"
+        )
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for name in _TEMPERATURE_FIELDS if text.model_type == "mistral4" else ():
+        value = parameters.get(name)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            return (
+                "queries that are scaled with their position; "
+                f"rope_parameters.{name} in config.json must be a number > 0, not {value!r}"
             )
     return None
 

@@ -247,6 +247,18 @@ def test_delta_net_speed(quick: Any) -> None:
         assert all(seconds > 0 for layer_s in cell["layer_s"].values() for seconds in layer_s)
 
 
+def test_latent_attention_speed(quick: Any) -> None:
+    cells = quick("latent_attention_speed")["cells"]
+    assert [(cell["model"], cell["num_sequences"], cell["context"]) for cell in cells] == [
+        ("Mistral Small 4", 2, 40),
+        ("Kimi K2.5", 2, 40),
+    ]
+    for cell in cells:
+        assert set(cell["step_s"]) == {"expanded", "ours", "operators"}
+        assert all(seconds > 0 for step_s in cell["step_s"].values() for seconds in step_s)
+        assert cell["token_bytes"]["ours"] * 20 < cell["token_bytes"]["expanded"]
+
+
 def test_expert_speed(quick: Any) -> None:
     (cell,) = quick("expert_speed")["cells"]
     assert cell["num_tokens"] == 3

@@ -12,8 +12,8 @@ from lookonce.model.kernels.quantized_weight import quantized
 from tests.quantized_folders import are_transposed
 
 _TEXT = re.compile(r"\.layers\.|per_layer_model_projection|\baltup_")
-# Vision towers, layers that choose experts, and those that mix hidden states.
-_KEPT = re.compile(r"vision|visual|\bgate\.weight|router|\baltup\.")
+# Vision towers, layers that choose experts, those that mix hidden states, and the keys and values of latents.
+_KEPT = re.compile(r"vision|visual|\bgate\.weight|router|\baltup\.|\bkv_b_proj\.")
 
 
 def round_weights(folder: pathlib.Path, bits: int) -> None:

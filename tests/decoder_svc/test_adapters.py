@@ -16,7 +16,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests import tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
 from tests.lora_folders import generated, lora_folder, with_adapter
-from tests.tiny_families import gemma3, gemma4, lfm2_vl, nemotron_h_omni, qwen3_5, qwen3_vl
+from tests.tiny_families import gemma3, gemma4, lfm2_vl, mistral4, nemotron_h_omni, qwen3_5, qwen3_vl
 
 NUM_TOKENS = 10
 FAMILIES: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
@@ -28,6 +28,7 @@ FAMILIES: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "qwen3_5": qwen3_5.build,
     "lfm2_vl": lfm2_vl.build,
     "nemotron_h_omni": nemotron_h_omni.build,
+    "mistral4": mistral4.build,
 }
 # Names of adapters, with the settings that PEFT makes them with.
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -21,10 +21,21 @@ from tests.tiny_families import FAMILIES
 
 # Questions with no, one and three images in turn.
 NUM_PROMPTS = 6
-# Plain; M-RoPE; windows with images that see themselves; windows with prompts that see themselves; recurrent layers.
+# Plain; M-RoPE; windows with images that see themselves; windows with prompts that see themselves; recurrent layers;
+# latent attention.
 NAMES = tuple(
     name
-    for name in ("llava_clip", "qwen2_vl", "gemma3", "gemma4", "paligemma2", "qwen3_5", "lfm2_vl")
+    for name in (
+        "llava_clip",
+        "qwen2_vl",
+        "gemma3",
+        "gemma4",
+        "paligemma2",
+        "qwen3_5",
+        "lfm2_vl",
+        "mistral4",
+        "kimi_k25",
+    )
     if name in FAMILIES
 )
 LIMITS = SpeculationLimits(5, ngram_min=1, ngram_max=3)

@@ -95,6 +95,16 @@ def test_two_ranks_give_the_tokens_of_one(name: str, tiny_family: Callable[[str]
         check_answers(family, model)
 
 
+@pytest.mark.parametrize("name", ["mistral4"])
+def test_each_rank_has_all_latents(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
+    """The attention of all heads is whole on each rank, and experts are split."""
+    family = tiny_family(name)
+    with split(family, 2, must_not_be_lost) as (model, _):
+        assert model.runner.get_kv_cache_spec() == family.offline.runner.get_kv_cache_spec()
+        assert model.runner.weight_bytes < 0.8 * family.offline.runner.weight_bytes
+        check_answers(family, model)
+
+
 @pytest.mark.parametrize("name", SPLIT_IN_THREE)
 def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 3 does not divide the width of the feed-forward layers.

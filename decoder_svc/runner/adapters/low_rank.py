@@ -16,6 +16,7 @@ from lookonce.errors import ModelFolderError
 from lookonce.model.adapter_folder import AdapterFolder
 from lookonce.model.half_model import text_child
 from lookonce.model.kernels.quantized_weight import QuantizedLinear
+from lookonce.model.structure.latent_attention import LatentProjection
 
 # An adapter of all layers of a large model has a thousand matrices, whose names take some 200 KB.
 _MAX_HEADER_BYTES = 4 << 20
@@ -47,6 +48,9 @@ class TextLinears:
             if type(module) in (torch.nn.Linear, QuantizedLinear)
         }
         self._prefixes = (f"model.{child}.", "language_model.model.", "text_model.model.", "model.")
+        self._latent = {
+            name for name, module in getattr(model.model, child).named_modules() if isinstance(module, LatentProjection)
+        }
         self._others = [name for name, _ in model.model.named_children() if name != child]
 
     def found(self, folder: AdapterFolder, module: str) -> tuple[str, tuple[int, int]]:
@@ -57,6 +61,11 @@ class TextLinears:
         for name in self._forms(module):
             if name in self._sizes:
                 return name, self._sizes[name]
+        if not self._latent.isdisjoint(self._forms(module)):
+            raise ModelFolderError(
+                f"adapter {folder.name} changes {module}, whose halves are applied to queries and to results of latent "
+                "attention, where adapters are not added; train it without kv_b_proj"
+            )
         path = module.removeprefix("model.")
         if any(path.startswith(f"{other}.") for other in self._others):
             raise ModelFolderError(

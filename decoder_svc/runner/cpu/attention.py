@@ -31,7 +31,7 @@ SOURCES = pathlib.Path(__file__).with_name("native")
 # Suffixes of the library's function names.
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LANES = 16
-_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM = 576
 
 
 def cpu_attention(
@@ -132,6 +132,7 @@ class NativeBackend:
                 block_size=spec.block_size,
                 block_slots=slots,
                 is_rounded=spec.is_rounded,
+                value_dim=shape.value_dim or 0,
             )
 
         def pool(layer: int) -> Tensor:
@@ -143,7 +144,9 @@ class NativeBackend:
         self._heads = [heads(layer) for layer in range(spec.num_layers)]
         self._tensors = []
         self._tensors = spec.make_pools(pool)
-        self.pools = [Pools(keys.data_ptr(), values.data_ptr()) for keys, values in self._tensors]
+        self.pools = [
+            Pools(keys.data_ptr(), None if values is keys else values.data_ptr()) for keys, values in self._tensors
+        ]
         self._step = None
         return self._tensors
 
@@ -151,13 +154,14 @@ class NativeBackend:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
         """Implements AttentionBackend.forward with one call of the kernel."""
-        output = torch.empty(query.shape, dtype=query.dtype)
+        heads = self.heads(layer, query.shape[1])
+        output = torch.empty((*query.shape[:2], heads.value_dim or heads.head_dim), dtype=query.dtype)
         written = () if layer in self._reading_layers else (key.contiguous(), value.contiguous())
         tensors = (query.contiguous(), *(written or (None, None)), output)
         function = self.library.function(f"lookonce_attend_{DTYPE_NAMES[query.dtype]}")
         function(
             ctypes.byref(self.step(metadata).struct),
-            ctypes.byref(self.heads(layer, query.shape[1])),
+            ctypes.byref(heads),
             ctypes.byref(self.pools[layer]),
             ctypes.byref(self.options(layer, options)),
             *(None if tensor is None else ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),

@@ -49,6 +49,7 @@ class Heads(ctypes.Structure):
         ("block_size", _INTEGER),
         ("block_slots", _INTEGER),
         ("is_rounded", _INTEGER),
+        ("value_dim", _INTEGER),
     )
 
 

@@ -113,8 +113,8 @@ class CPUModelRunner(ModelRunnerBase):
     def _choose_backend(self) -> None:
         """Sets the attention backend, and with our own the sampler and the kernels of recurrent layers."""
         num_threads = torch.get_num_threads()
-        head_dims = [shape.head_dim for shape in self.head_shapes]
-        self.backend = cpu_attention(self.model.dtype, head_dims, self.config.block_size, num_threads)
+        sizes = [size for shape in self.head_shapes for size in (shape.head_dim, shape.value_dim) if size is not None]
+        self.backend = cpu_attention(self.model.dtype, sizes, self.config.block_size, num_threads)
         if isinstance(self.backend, NativeBackend):
             self.sampler = NativeSampler(self.backend.library, num_threads)
             self.recurrent_kernels = RecurrentKernels(

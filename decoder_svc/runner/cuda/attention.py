@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # The same where keys and values are rounded to 8 bits.
 _ROUNDED_TOLERANCE = 0.15
+# Our kernel pads heads to a power of two, and keeps the sums of all rows of a program in registers.
+_MAX_TRITON_HEAD_DIM = 512
 # (cached tokens, new tokens) per sequence in the trial steps: one step with a chunk, one with single tokens only, and
 # one without cached tokens.
 _TRIAL_CHUNKS = ((5, 20), (40, 1), (0, 1))
@@ -106,6 +108,8 @@ def _triton(needs: AttentionNeeds) -> PagedBackend:
         module = importlib.import_module("decoder_svc.runner.cuda.triton_attention")
     except ImportError as error:
         raise _UnfitError(f"Triton cannot be imported ({error})") from error
+    if needs.head_dim > _MAX_TRITON_HEAD_DIM:
+        raise _UnfitError(f"our kernel takes heads of at most {_MAX_TRITON_HEAD_DIM} elements, not {needs.head_dim}")
     backend: PagedBackend = module.TritonBackend(needs.num_processors, needs.shared_bytes)
     return backend
 

@@ -25,7 +25,7 @@ from decoder_svc.runner.parallel.split_layers import (
 from lookonce.errors import ConfigurationError
 from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.quantized_weight import QuantizedLinear
-from lookonce.model.text_support import key_sources
+from lookonce.model.text_support import head_shape, is_latent, key_sources
 
 # For models for which transformers has no plan. Their layers have the usual names, or the plan does not apply.
 _USUAL_PLAN = {
@@ -72,6 +72,9 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
         raise _refusal("layers with different heads, or with keys and values of others, are not split yet")
     if any(getattr(text, "activation_sparsity_pattern", None) or ()):
         raise _refusal("activations that depend on all units of a layer are not split yet")
+    if is_latent(text):
+        # Only experts and MLPs are split: each rank has the attention of all heads, and all latents.
+        return head_shape(text, 0).num_kv_heads
     num_kv_heads = int(text.num_key_value_heads)
     if not any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in _plan(text).items()):
         # Products are gathered before attention.

@@ -109,6 +109,15 @@ def test_layers_count_with_their_own_heads_if_they_have_keys_of_their_own(
     assert _examined(built(name))["KV cache"].detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")
 
 
+@pytest.mark.parametrize("name", ["mistral4"])
+def test_latents_count_once_for_all_heads(name: str, built: Callable[[str], pathlib.Path]) -> None:
+    text = _config(built(name)).get_text_config()
+    num_bytes = text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * 4 * 16
+    assert _examined(built(name))["KV cache"].detail.startswith(f"{num_bytes:,} bytes per block of 16 tokens")
+    spec = load(built(name), torch.float32).get_kv_cache_spec()
+    assert replace(spec, block_size=16, block_slots=None).block_bytes == num_bytes
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h_omni"])
 def test_recurrent_layers_take_no_keys_and_values(name: str, built: Callable[[str], pathlib.Path]) -> None:
     path = built(name)

@@ -22,6 +22,7 @@ from lookonce.errors import ModelFolderError
 from lookonce.model import half_model
 from lookonce.model.half_model import Half, load_text_half, load_vision_half, text_child
 from lookonce.model.structure.inner_model import has_inner_model, inner_model
+from lookonce.model.structure.latent_attention import LatentProjection
 from tests import tiny_models
 from tests.rust_panic import panic
 from tests.tiny_families import FAMILIES
@@ -79,7 +80,13 @@ def load_half(half: Half, folder: pathlib.Path, dtype: torch.dtype | None = None
 
 
 def parameters(model: Any) -> Tensors:
-    return dict(model.named_parameters())
+    """Returns a model's parameters by name. Those of latent attention are put together as they are in files."""
+    found = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, LatentProjection):
+            keys, values = (found.pop(f"{name}.{half}_half").unflatten(0, (4, -1)) for half in ("key", "value"))
+            found[f"{name}.weight"] = torch.cat((keys, values.transpose(1, 2)), dim=1).flatten(0, 1)
+    return found
 
 
 def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, pathlib.Pa
     root = tmp_path_factory.mktemp("models")
     return {
         name: BUILDERS[name](root / name)
-        for name in ("llava_clip", "gemma3", "gemma4", "hunyuan_vl", "internvl", "qwen2_vl", "llava_next")
+        for name in ("llava_clip", "gemma3", "gemma4", "hunyuan_vl", "internvl", "mistral4", "qwen2_vl", "llava_next")
     }
 
 
@@ -97,6 +97,16 @@ def test_every_tiny_family_is_accepted(name: str, tmp_path: pathlib.Path) -> Non
         ("llava_clip", {"hidden_size_per_layer_input": 8}, "per-layer inputs"),
         ("llava_clip", {"num_kv_shared_layers": 1}, "share their keys"),
         ("llava_clip", {"kv_lora_rank": 8}, "multi-head latent attention"),
+        ("mistral4", {"kv_lora_rank": 0}, "text_config.kv_lora_rank must be a number from 1 to"),
+        ("mistral4", {"qk_rope_head_dim": 1 << 40}, "text_config.qk_rope_head_dim must be a number from 1 to"),
+        ("mistral4", {"v_head_dim": None}, "v_head_dim in config.json must be a number ≥ 1, not None"),
+        ("mistral4", {"num_key_value_heads": 2}, "num_key_value_heads = 2, which must be the number of heads, 4"),
+        ("mistral4", {"rope_parameters": YARN}, "rope_parameters.llama_4_scaling_beta in config.json must be a number"),
+        (
+            "mistral4",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.original_max_position_embeddings in config.json must be a number > 0, not None",
+        ),
         ("gemma3", {"use_bidirectional_attention": True}, "see later tokens"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "see later tokens"),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "layers of one type with different numbers or sizes"),
@@ -123,6 +133,8 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
         ({"model_type": "gemma3n_text", "num_hidden_layers": 5}, "per-layer inputs"),
         ({"model_type": "gemma4_text", "num_hidden_layers": 6, "num_key_value_heads": 2}, "layers of different shapes"),
         ({"model_type": "t5"}, "an encoder and a decoder"),
+        # Its layers have another form of latent attention.
+        ({"model_type": "minicpm3", "num_attention_heads": 4}, "compressed keys and values"),
         (
             {"model_type": "gpt_neox", "num_attention_heads": 4},
             "(gpt_neox) has no num_key_value_heads in its configuration, which sizes the KV cache, so text models of "

@@ -46,7 +46,8 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
 extern "C" {
 
 // Writes `keys` and `values` [num_tokens, num_kv_heads, head_dim] to their slots, then attends. Both may be null: another
-// layer has written them. `queries` and `output` are [num_tokens, num_heads, head_dim].
+// layer has written them. `queries` are [num_tokens, num_heads, head_dim]. `output` has the same shape, or the size of
+// values instead of head_dim where values are parts of keys.
 void lookonce_attend_float32(const lookonce::Step* step, const lookonce::Heads* heads, const lookonce::Pools* pools,
                              const lookonce::LayerOptions* options, const void* queries, const void* keys,
                              const void* values, void* output) {

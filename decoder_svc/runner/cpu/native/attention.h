@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "aligned.h"
+#include "latent_values.h"
 #include "phases.h"
 #include "pools.h"
 #include "product.h"
@@ -28,6 +29,8 @@ constexpr int64_t kMaxRows = 32;
 #else
 constexpr int64_t kMaxRows = 36;
 #endif
+// The same where values are parts of keys: they are copied out of the keys once for all of these rows.
+constexpr int64_t kMaxLatentRows = 128;
 
 // One work item: a part of a sequence's attention for one key head.
 struct AttentionItem {
@@ -78,7 +81,8 @@ struct AttentionPlan {
   AttentionPlan(const Step& step, const Heads& heads, const LayerOptions& options)
       : group(options.group), window(options.window), is_causal(options.is_causal) {
     const int64_t rows_per_token = heads.num_heads / heads.num_kv_heads;
-    const int64_t tokens_each = std::max<int64_t>(1, kMaxRows / rows_per_token);
+    const int64_t most_rows = heads.value_dim > 0 ? kMaxLatentRows : kMaxRows;
+    const int64_t tokens_each = std::max<int64_t>(1, most_rows / rows_per_token);
     // With fewer items, threads would wait for the longest sequence: divide its keys.
     const bool is_short = step.num_sequences * heads.num_kv_heads < 8 * step.num_threads;
     for (int64_t s = 0; s < step.num_sequences; ++s) {
@@ -120,7 +124,7 @@ struct AttentionPlan {
 
 // Weighted sums of values of some rows, not yet divided by the sums of weights.
 struct Sums {
-  float* values;   // [rows, head_dim]
+  float* values;   // [rows, size of values]
   float* largest;  // [rows] Largest score, as an exponent of 2.
   float* weights;  // [rows] Sums of weights.
 };
@@ -153,16 +157,16 @@ class Attention {
   using Element = typename Rows::Element;
   using Left = typename Type::Left;
 
-  // `queries` and `output` are [num_tokens, num_heads, head_dim].
+  // `queries` are [num_tokens, num_heads, head_dim], `output` [num_tokens, num_heads, size of values].
   Attention(const Step& step, const Heads& heads, const AttentionPlan& plan, const Pools& pools,
             const LayerOptions& options, const Element* queries, Element* output, float* partials)
       : step_(step), heads_(heads), plan_(plan), pools_(pools), options_(options), queries_(queries), output_(output),
-        partials_(partials), group_(step.groups[options.group]), dim_(heads.head_dim),
+        partials_(partials), group_(step.groups[options.group]), dim_(heads.head_dim), num_values_(size_of_value(heads)),
         rows_per_token_(heads.num_heads / heads.num_kv_heads), scale_(options.scale * kLog2OfE) {}
 
   // Returns the number of floats that a plan's partial results take.
   static int64_t partial_floats(const AttentionPlan& plan, const Heads& heads) {
-    return plan.num_partials * heads.num_heads / heads.num_kv_heads * (heads.head_dim + 2);
+    return plan.num_partials * heads.num_heads / heads.num_kv_heads * (size_of_value(heads) + 2);
   }
 
   // Phases of `run`.
@@ -183,22 +187,23 @@ class Attention {
     AlignedVector<float> total;      // Memory of Sums: of all pieces so far, and of the current piece.
     AlignedVector<float> piece;
     std::vector<Sight> sights;  // [tokens]
-    // Of the current tile, if keys and values are rounded: scales by column, and expanded keys and values.
+    // Of the current tile, if keys and values are rounded: scales by column.
     float key_scales[kTileKeys] = {};
     float value_scales[kTileKeys] = {};
+    // Of the current tile: expanded keys and values, or values that are parts of keys.
     AlignedVector<typename Type::Element> expanded;
   };
 
   Sums sums_in(float* memory, int64_t num_rows) const {
-    return {memory, memory + num_rows * dim_, memory + num_rows * (dim_ + 1)};
+    return {memory, memory + num_rows * num_values_, memory + num_rows * (num_values_ + 1)};
   }
 
   Sums partial(int64_t index) const {
-    return sums_in(partials_ + index * rows_per_token_ * (dim_ + 2), rows_per_token_);
+    return sums_in(partials_ + index * rows_per_token_ * (num_values_ + 2), rows_per_token_);
   }
 
   Element* output_row(int64_t token, int64_t head, int64_t of_token) const {
-    return output_ + (token * heads_.num_heads + head * rows_per_token_ + of_token) * dim_;
+    return output_ + (token * heads_.num_heads + head * rows_per_token_ + of_token) * num_values_;
   }
 
   void attend(const AttentionItem& item) const {
@@ -207,8 +212,8 @@ class Attention {
     space.queries.resize(num_rows * dim_);
     space.scores.resize(num_rows * kTileKeys);
     space.weights.resize(num_rows * kTileKeys);
-    space.total.resize(num_rows * (dim_ + 2));
-    space.piece.resize(num_rows * (dim_ + 2));
+    space.total.resize(num_rows * (num_values_ + 2));
+    space.piece.resize(num_rows * (num_values_ + 2));
     space.sights.resize(item.num_tokens);
     for (int64_t t = 0; t < item.num_tokens; ++t) {
       const int64_t token = item.first_token + t;
@@ -223,7 +228,7 @@ class Attention {
     for (int64_t key = item.first_key; key < item.stop_key;) {
       const int64_t stop = std::min(item.stop_key, (key / kPieceKeys + 1) * kPieceKeys);
       attend_piece(item, num_rows, key, stop, space, piece);
-      for (int64_t row = 0; row < num_rows; ++row) fold(total, piece, row, dim_, key == item.first_key);
+      for (int64_t row = 0; row < num_rows; ++row) fold(total, piece, row, num_values_, key == item.first_key);
       key = stop;
     }
     if (!is_whole) return;
@@ -235,14 +240,15 @@ class Attention {
   void put_together(const AttentionSum& sum) const {
     const Sums total = partial(sum.first_partial);
     for (int64_t row = 0; row < rows_per_token_; ++row) {
-      for (int64_t p = 1; p < sum.num_partials; ++p) fold(total, partial(sum.first_partial + p), row, dim_, false);
+      for (int64_t p = 1; p < sum.num_partials; ++p) fold(total, partial(sum.first_partial + p), row, num_values_, false);
       finish(total, row, output_row(sum.first_token, sum.head, row));
     }
   }
 
   void finish(const Sums& total, int64_t row, Element* to) const {
     const float weight = total.weights[row];
-    for (int64_t d = 0; d < dim_; d += kLanes) Rows::store(to + d, load_floats(total.values + row * dim_ + d) / weight);
+    const float* values = total.values + row * num_values_;
+    for (int64_t d = 0; d < num_values_; d += kLanes) Rows::store(to + d, load_floats(values + d) / weight);
   }
 
   // Attends over the keys [first_key, stop_key) of one piece. Tiles start at multiples of their size even if the keys do
@@ -250,7 +256,7 @@ class Attention {
   void attend_piece(const AttentionItem& item, int64_t num_rows, int64_t first_key, int64_t stop_key, Workspace& space,
                     const Sums& piece) const {
     Product<Type> product;
-    std::fill(piece.values, piece.values + num_rows * dim_, 0.0f);
+    std::fill(piece.values, piece.values + num_rows * num_values_, 0.0f);
     std::fill(piece.largest, piece.largest + num_rows, -INFINITY);
     std::fill(piece.weights, piece.weights + num_rows, 0.0f);
     for (int64_t tile = first_key / kTileKeys * kTileKeys; tile < stop_key; tile += kTileKeys) {
@@ -260,6 +266,7 @@ class Attention {
         expand(keys, next, space);
         next.num_groups = 0;
       }
+      if (heads_.value_dim > 0) take_values_from_keys(keys, space);
       score(keys, next, num_rows, space, product);
       for (int64_t row = 0; row < num_rows; ++row) {
         weigh(space.sights[row / rows_per_token_], tile, row, space, piece);
@@ -337,6 +344,7 @@ class Attention {
       }
       const HeadBlock<Type> own(of.heads_, of.pools_, block, head);
       keys[num_groups] = reinterpret_cast<const uint32_t*>(own.keys + first);
+      if (of.heads_.value_dim > 0) return;
       values[num_groups] = reinterpret_cast<const uint32_t*>(own.values + first);
     }
 
@@ -374,6 +382,22 @@ class Attention {
         std::copy(scales, scales + keys.counts[group],
                   (part == 0 ? space.key_scales : space.value_scales) + keys.column[group]);
       }
+    }
+  }
+
+  // Copies the values of a tile out of its keys, in the order in which `add_values` reads them. Elements that share a
+  // word with the last value, and belong to no key, become 0: they may be NaN, and their weight is 0.
+  void take_values_from_keys(KeyTile& keys, Workspace& space) const {
+    const int64_t group_words = kLanes / Type::kPerWord * num_values_;
+    const size_t size = keys.num_groups * group_words * Type::kPerWord;
+    if (space.expanded.size() < size) space.expanded.resize(size);
+    uint32_t* to = reinterpret_cast<uint32_t*>(space.expanded.data());
+    for (int64_t group = 0; group < keys.num_groups; ++group, to += group_words) {
+      for (int64_t d = 0; d < num_values_; d += kLanes) {
+        keys_to_values<Type>(keys.keys[group] + d / Type::kPerWord * kLanes, keys.lane[group] + keys.counts[group],
+                             to + d, num_values_);
+      }
+      keys.values[group] = to;
     }
   }
 
@@ -436,8 +460,8 @@ class Attention {
     }
     if (piece.largest[row] != top) {
       const float kept = exp2_of_negative(piece.largest[row] - top);
-      float* values = piece.values + row * dim_;
-      for (int64_t d = 0; d < dim_; d += kLanes) store_floats(values + d, load_floats(values + d) * kept);
+      float* values = piece.values + row * num_values_;
+      for (int64_t d = 0; d < num_values_; d += kLanes) store_floats(values + d, load_floats(values + d) * kept);
       piece.weights[row] *= kept;
       piece.largest[row] = top;
     }
@@ -470,21 +494,22 @@ class Attention {
                   Product<Type>& product) const {
     const Left* weights = space.weights.data();
     const int64_t num_words = kTileKeys / Type::kPerWord;
-    for (int64_t d = 0; d < dim_; d += kTileColumns) {
-      const int64_t num_vectors = std::min(kTileVectors * kLanes, dim_ - d) / kLanes;
+    for (int64_t d = 0; d < num_values_; d += kTileColumns) {
+      const int64_t num_vectors = std::min(kTileVectors * kLanes, num_values_ - d) / kLanes;
       Segment segments[kTileKeys];
       for (int64_t group = 0; group < keys.num_groups; ++group) {
-        const uint32_t* values = keys.values[group] + keys.lane[group] / Type::kPerWord * dim_ + d;
+        const uint32_t* values = keys.values[group] + keys.lane[group] / Type::kPerWord * num_values_ + d;
         const int64_t num_steps = (keys.counts[group] + Type::kPerWord - 1) / Type::kPerWord;
         segments[group] = {{values, values + (num_vectors - 1) * kLanes}, num_steps};
       }
       for_row_tiles<Product<Type>::kRows>(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
-        Operands<Type> of{weights + first * kTileKeys + keys.column[0], kTileKeys, segments, keys.num_groups, dim_};
-        if (first == 0) {
+        Operands<Type> of{weights + first * kTileKeys + keys.column[0], kTileKeys, segments, keys.num_groups, num_values_};
+        // The keys that values are parts of are prefetched already.
+        if (first == 0 && heads_.value_dim == 0) {
           for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.values, (2 * d / kTileColumns + i) * num_words);
           of.next_stride = kLanes;
         }
-        product.multiply(count, num_vectors, piece.values + first * dim_ + d, dim_, of, true);
+        product.multiply(count, num_vectors, piece.values + first * num_values_ + d, num_values_, of, true);
       });
     }
   }
@@ -499,6 +524,7 @@ class Attention {
   float* partials_;
   const BlockGroup& group_;
   int64_t dim_;
+  int64_t num_values_;
   int64_t rows_per_token_;
   // Includes log2(e), because weights are computed as powers of 2.
   float scale_;

@@ -7,7 +7,7 @@
 
 namespace lookonce {
 
-constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxHeadDim = 576;
 // The largest code of a rounded number.
 constexpr float kLargestCode = 127.0f;
 
@@ -39,7 +39,7 @@ struct HeadBlock {
   HeadBlock(const Heads& heads, const Pools& pools, int64_t block, int64_t head) {
     const int64_t first = (block * heads.num_kv_heads + head) * heads.block_slots * heads.head_dim;
     keys = static_cast<Element*>(pools.keys) + first;
-    values = static_cast<Element*>(pools.values) + first;
+    values = pools.values == nullptr ? nullptr : static_cast<Element*>(pools.values) + first;
   }
 
   Element* keys;
@@ -95,7 +95,7 @@ void expand_codes(const int8_t* codes, int64_t count, typename Type::Element* to
   }
 }
 
-// Writes one head's `key` and `value` [head_dim]. `is_last`: no later token of this sequence is in the step. The element
+// Writes one head's `key` and `value` [head_dim]; no value where values are parts of keys. `is_last`: no later token of this sequence is in the step. The element
 // that shares a word with the last value is multiplied by a weight of 0, so it must not be NaN and is set to 0.
 template <typename Type>
 void write_token(const Heads& heads, const Pools& pools, int64_t slot, int64_t head, const typename Type::Element* key,
@@ -112,6 +112,10 @@ void write_token(const Heads& heads, const Pools& pools, int64_t slot, int64_t h
     return;
   }
   const HeadBlock<Type> to(heads, pools, block, head);
+  if (heads.value_dim > 0) {
+    for (int64_t d = 0; d < dim; ++d) to.keys[Places::key(in_block, d, dim)] = key[d];
+    return;
+  }
   for (int64_t d = 0; d < dim; ++d) {
     to.keys[Places::key(in_block, d, dim)] = key[d];
     to.values[Places::value(in_block, d, dim)] = value[d];

@@ -43,10 +43,15 @@ struct Heads {
   int64_t block_size;  // Tokens in a block.
   int64_t block_slots;  // Slots of a block in a pool: block_size rounded up to 16.
   int64_t is_rounded;   // Keys and values are codes of 8 bits with a scale for each head and slot.
+  // Values are the first `value_dim` elements of keys, a multiple of 16, and have no pool; 0: they are as wide as keys,
+  // and have a pool. Not together with `is_rounded`.
+  int64_t value_dim;
 };
 
+inline int64_t size_of_value(const Heads& heads) { return heads.value_dim > 0 ? heads.value_dim : heads.head_dim; }
+
 // A layer's keys [blocks, kv_heads, block_slots / 16, head_dim in words, 16] and values [blocks, kv_heads, block_slots in
-// words, head_dim]. A word of keys holds neighbouring dimensions of one token, a word of values neighbouring tokens.
+// words, head_dim]; null: values are parts of keys. A word of keys holds neighbouring dimensions of one token, a word of values neighbouring tokens.
 // pools.h has the layout of rounded ones.
 struct Pools {
   void* keys;

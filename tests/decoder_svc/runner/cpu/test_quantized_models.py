@@ -32,7 +32,16 @@ def quantizing(runner: Any, bits: int) -> CPUModelRunner:
 _STACKS = ("llava_clip", "qwen2_5_vl", "qwen3_vl")
 # Our linear layers in transformers' modules.
 _OTHERS = ("gemma3", "gemma4", "qwen3_5")
-_WITH_EXPERTS = ("aria", "ernie4_5_vl_moe", "gemma4_moe", "glm4v_moe", "llama4", "qwen3_5_moe", "qwen3_vl_moe")
+_WITH_EXPERTS = (
+    "aria",
+    "ernie4_5_vl_moe",
+    "gemma4_moe",
+    "glm4v_moe",
+    "llama4",
+    "mistral4",
+    "qwen3_5_moe",
+    "qwen3_vl_moe",
+)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

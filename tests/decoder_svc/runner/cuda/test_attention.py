@@ -128,6 +128,17 @@ def test_pytorch_is_chosen_without_both(install: Callable[..., None], caplog: py
     assert "Triton cannot be imported" in text
 
 
+def test_pytorch_is_chosen_for_the_latents_of_deepseek(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(flash=True, triton=FakeTriton)
+    needs = replace(NEEDS, num_kv_heads=1, head_dim=576)
+    name, text = chosen(needs, caplog)
+    assert name == "sdpa"
+    assert "our kernel takes heads of at most 512 elements, not 576" in text
+    assert chosen(replace(needs, head_dim=320), caplog)[0] == "triton"
+
+
 def test_flash_attn_is_not_chosen_for_spans_without_our_kernel(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,9 @@ from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.cuda.interpreted_triton import COMPILED_FOLDER, FEW, SOME, interpreted, tile_of
 
+# The heads of Mistral Small 4, whose values are parts of keys.
+LATENT = Sizes(16, 1, 32, 320, 256)
+
 
 def decode(num_tokens: int) -> Chunk:
     return Chunk(num_tokens, num_tokens - 1, num_tokens - 1, num_tokens)
@@ -69,7 +72,7 @@ def test_float16_results_are_within_its_precision(num_processors: int) -> None:
         Step(chunks, Sizes(16, 2, 2, 64), 0, torch.float16, backend=backend).check(LayerOptions(0.125, 30, 3.0))
 
 
-@pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256)])
+@pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256), LATENT])
 def test_any_shape_is_taken(sizes: Sizes) -> None:
     """Head sizes that are not a power of two, and more query heads per key head than the smallest tile has rows."""
     for chunks in ([Chunk(9, 2, 2, 9), decode(4)], [decode(9), decode(4)]):
