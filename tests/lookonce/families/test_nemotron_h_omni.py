@@ -9,14 +9,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from decoder_svc.prompt.family import load_family
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, ModelFolderError, UnsupportedError
+from lookonce.local.doctor_model import examine_folder
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import load_text_half, load_vision_half
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
+from tests.decoder_svc.runner.cpu.loaded_runner import load
+from tests.tiny_families import FAMILIES as TINY_FAMILIES
 
 CONFIG, IMAGES = "config.json", "preprocessor_config.json"
 
@@ -104,10 +109,6 @@ def test_a_folder_with_the_field_names_of_published_ones_is_served(
 
 
 def test_a_model_with_sound_is_served_without_it(name: str, tmp_path: pathlib.Path) -> None:
-    import transformers
-
-    from tests.tiny_families import nemotron_h_omni
-
     sound = transformers.ParakeetEncoderConfig(
         hidden_size=32,
         num_hidden_layers=1,
@@ -117,10 +118,19 @@ def test_a_model_with_sound_is_served_without_it(name: str, tmp_path: pathlib.Pa
         projection_hidden_size=16,
         projection_bias=False,
     )
-    path = nemotron_h_omni.build(tmp_path / name, audio=sound)
+    path = TINY_FAMILIES[name].build(tmp_path / name, audio=sound)
     FamilyModel.load(ModelFolder.open(path))
     vision, text = load_vision_half(path, None), load_text_half(path, None, "eager")
     for half in (vision, text):
         names = [part for part, _ in half.named_parameters()]
         assert names
         assert not [part for part in names if "audio" in part]
+
+
+def test_a_model_without_attention_is_refused_by_the_decoder_and_by_doctor(name: str, tmp_path: pathlib.Path) -> None:
+    path = TINY_FAMILIES[name].build(tmp_path / name, text={"layers_block_type": ["linear_attention", "mlp"]})
+    with pytest.raises(ModelFolderError, match="and no attention; a layer with full attention is needed"):
+        load(path, torch.float32)
+    (finding,) = (one for one in examine_folder(ModelFolder.open(path)) if one.subject == "text half")
+    assert not finding.is_fine
+    assert "no layer has attention" in finding.detail
