@@ -136,6 +136,13 @@ def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder
         ("muse_glimmer", True, {"merge_size": 1}, "has patch_size, merge_size and temporal_patch_size"),
         ("llama4", True, {"image_size": 112}, "tiles of 56 × 56 pixels, but its vision tower takes squares of 112"),
         ("llama4", True, {"patch_size": 28}, "gives 4 rows per tile, by .*, but its vision tower gives 1"),
+        ("kimi_k25", True, {"merge_kernel_size": [1, 2]}, r"a merge_size of 2, but its .* and merges \[1, 2\]"),
+        (
+            "kimi_k25",
+            True,
+            {"patch_size": 16},
+            "a patch_size of 14 and .*, but its vision tower has patches of 16 pixels",
+        ),
     ],
 )
 def test_a_configuration_that_its_family_refuses_is_refused_with_the_familys_reason(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from decoder_svc.runner.cuda.runner import GPUModelRunner
+from tests import tiny_models
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
-from tests.tiny_families import FAMILIES
+from tests.tiny_families import FAMILIES, mistral4
 
 # All questions at once, and some to spare: the fake's attention reads the whole pool for each token of a graph.
 NUM_BLOCKS = 40
@@ -27,8 +29,23 @@ NAMES = FAMILIES.keys() & {"qwen2_vl", "qwen3_vl", "gemma3", "gemma3n", "gemma4"
 def test_answers_are_the_references_and_steps_do_not_wait(
     name: str, tiny_family: Callable[[str], families.Conformance]
 ) -> None:
+    # transformers' modules select tokens of images by a mask. A fused stack does not.
+    waiting = {"aten.index.Tensor", "aten.index_put_.default"} if name == "qwen3_vl" else set()
+    check(tiny_family(name).offline, waiting)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() & {"mistral4"}))
+def test_answers_from_latents_are_the_references(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts read on the host which tokens they have, so this model has none."""
+    monkeypatch.setitem(mistral4.LATENT, "first_k_dense_replace", tiny_models.NUM_LAYERS)
+    check(families.build(FAMILIES[name], FAMILIES[name].build(tmp_path), 3).offline, set())
+
+
+def check(family: offline.OfflineModel, expected_waiting: set[str]) -> None:
+    """Asserts that answers are the references', and that steps wait for these operators alone."""
     num_threads = torch.get_num_threads()
-    family = tiny_family(name).offline
     questions = family.questions[:3]
     spans = [span.length for question in questions for span in question.prompt.mutual_spans]
     with installed() as cuda:
@@ -45,5 +62,4 @@ def test_answers_are_the_references_and_steps_do_not_wait(
     torch.set_num_threads(num_threads)
     assert answers.token_ids == [question.expected for question in questions]
     waiting = {event.operator for event in events if event.kind not in (PINNED, RESULT, RETURN)}
-    # transformers' modules select tokens of images by a mask. A fused stack does not.
-    assert waiting == ({"aten.index.Tensor", "aten.index_put_.default"} if name == "qwen3_vl" else set())
+    assert waiting == expected_waiting
