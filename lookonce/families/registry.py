@@ -8,6 +8,7 @@ from lookonce.families import (
     aria,
     aya_vision,
     cohere2_vision,
+    cosmos3_omni,
     deepseek_ocr2,
     deepseek_vl,
     deepseek_vl_hybrid,
@@ -22,6 +23,7 @@ from lookonce.families import (
     glm4v_moe,
     glm46v,
     glm_ocr,
+    glmga,
     got_ocr2,
     granite4_vision,
     granite_docling,
@@ -51,6 +53,7 @@ from lookonce.families import (
     qwen2_vl,
     qwen3_5,
     qwen3_5_moe,
+    qwen3_omni_moe_thinker,
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
@@ -86,6 +89,7 @@ _MODULES = (
     glm4v,
     glm46v,
     glm4v_moe,
+    glmga,
     glm_ocr,
     aya_vision,
     cohere2_vision,
@@ -109,8 +113,10 @@ _MODULES = (
     exaone4_5,
     hyperclovax_vision_v2,
     qwen2_5_omni_thinker,
+    qwen3_omni_moe_thinker,
     ernie4_5_vl_moe,
     minicpmv4_6,
+    cosmos3_omni,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -24,6 +24,8 @@ LEAST_ROWS, MOST_ROWS = 4, 60
 # The whole processor of Qwen2.5-Omni sets its own.
 _BOUNDS_OF_OMNI = 128, 768
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
+# Families of GLM that write times with a decimal and a unit.
+_WITH_DECIMALS = ("glm46v", "glmga")
 # Marks the rows of videos, so that they are not taken for a placeholder.
 _ROW = "<|video_row|>"
 
@@ -69,12 +71,12 @@ class PairModel(videos.VideoModel):
     @property
     def has_clock(self) -> bool:
         """Whether the pairs of a video share a time axis; otherwise each has its time as text."""
-        return not ("qwen3" in self.name or self.is_glm)
+        return not ("qwen3" in self.name or "cosmos3" in self.name or self.is_glm)
 
     @property
     def is_omni(self) -> bool:
         """Whether the library's positions are those of the model's authors."""
-        return "omni" in self.name
+        return "qwen2_5_omni" in self.name
 
     @property
     def is_glm(self) -> bool:
@@ -157,7 +159,7 @@ class PairModel(videos.VideoModel):
             written = text.replace(self.processor.video_token, rows * grid[0], 1)
         elif self.is_glm:
             times = [2 * pair / video.fps for pair in range(grid[0])]
-            names = [f"{time:.1f} seconds" if self.name == "glm46v" else str(int(time)) for time in times]
+            names = [f"{time:.1f} seconds" if self.name in _WITH_DECIMALS else str(int(time)) for time in times]
             said = [f"<|begin_of_image|>{rows}<|end_of_image|>{name}" for name in names]
             written = text.replace("<|video|>", "".join(said), 1)
         else:
