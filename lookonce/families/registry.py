@@ -8,6 +8,8 @@ from lookonce.families import (
     aria,
     aya_vision,
     cohere2_vision,
+    cohere_compass,
+    cosmos3_edge,
     cosmos3_omni,
     deepseek_ocr2,
     deepseek_vl,
@@ -34,6 +36,7 @@ from lookonce.families import (
     internvl,
     janus,
     lfm2_vl,
+    lfm3_vl,
     lighton_ocr,
     llama4,
     llava,
@@ -58,6 +61,7 @@ from lookonce.families import (
     qwen3_vl_moe,
     smolvlm,
     video_llama_3,
+    video_llava,
     vipllava,
 )
 from lookonce.families.base import Family
@@ -73,6 +77,7 @@ _MODULES = (
     qwen3_5,
     qwen3_5_moe,
     lfm2_vl,
+    lfm3_vl,
     fast_vlm,
     perception_lm,
     muse_glimmer,
@@ -107,6 +112,7 @@ _MODULES = (
     granite_docling,
     vipllava,
     llava_next_video,
+    video_llava,
     ovis2,
     granite4_vision,
     video_llama_3,
@@ -117,6 +123,8 @@ _MODULES = (
     ernie4_5_vl_moe,
     minicpmv4_6,
     cosmos3_omni,
+    cosmos3_edge,
+    cohere_compass,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

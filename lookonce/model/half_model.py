@@ -25,7 +25,7 @@ from lookonce.model.fixed_embeddings import embedders, fix_embeddings
 from lookonce.model.inner_model import inner_model, with_inner_model
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
-from lookonce.model.model_folder import read_json_object, weight_files
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, read_json_object, weight_files
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
 from lookonce.model.safetensors_header import read_header
@@ -201,7 +201,7 @@ def _load(
         raise
     except (RustPanicError, SafetensorError) as error:
         raise ModelFolderError(f"the weights of {folder.name} cannot be read; download them again") from error
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except CONFIGURATION_FAULTS as error:
         if is_lack_of_memory(error):
             raise
         raise ModelFolderError(

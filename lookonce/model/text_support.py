@@ -19,7 +19,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 DELTA_NET_TYPE, SHORT_CONVOLUTION_TYPE = "linear_attention", "conv"
 RECURRENT_TYPES = {
     DELTA_NET_TYPE: frozenset({"qwen3_5_text", "qwen3_5_moe_text"}),
-    SHORT_CONVOLUTION_TYPE: frozenset({"lfm2"}),
+    SHORT_CONVOLUTION_TYPE: frozenset({"lfm2", "lfm3"}),
 }
 # Layers whose tokens see those of their own chunk of the sequence, and the text models in which they are served: as
 # layers with full attention, in sequences of one chunk.
@@ -150,8 +150,6 @@ def _unserved_field(config: Any, text: Any) -> str | None:
 
 def _layers(_config: Any, text: Any) -> str | None:
     layer_types = getattr(text, "layer_types", None) or ()
-    if not RECURRENT_TYPES.keys().isdisjoint(layer_types) and "sliding_attention" in layer_types:
-        return f"layers with a sliding window beside recurrent layers, which are not served together; {_ADVICE}"
     for layer, layer_type in enumerate(layer_types):
         if text.model_type in RECURRENT_TYPES.get(layer_type, ()):
             continue

@@ -144,6 +144,7 @@ def test_a_factor_that_only_some_processors_of_transformers_apply_is_refused(
     ("name", "of_vision", "fields", "reason"),
     [
         ("vipllava", True, {"model_type": "siglip_vision_model"}, "vision tower 'siglip_vision_model'"),
+        ("video_llava", True, {"model_type": "siglip_vision_model"}, "vision tower 'siglip_vision_model'"),
         ("ovis2", True, {"tokenize_function": "gumbel_argmax"}, "visual words at random"),
         ("ovis2", True, {"hidden_stride": 4}, "do not fill squares of 4"),
         ("minicpmv4_6", False, {"downsample_mode": "4x"}, "counts rows for downsample_mode '16x'"),

@@ -30,7 +30,7 @@ HAVE_STACKS = {
     "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "got_ocr2", "idefics2", "idefics3", "internvl", "janus",
     "lighton_ocr", "llava_clip", "llava_next", "llava_next_video", "llava_onevision", "llava_siglip", "mistral3",
     "ovis2", "pixtral", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
-    "video_llama_3", "vipllava",
+    "video_llama_3", "video_llava", "vipllava",
 }  # fmt: skip
 
 
