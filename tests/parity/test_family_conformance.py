@@ -30,7 +30,7 @@ WINDOWED = FAMILIES.keys() & {
     "gemma4_unified", "muse_glimmer", "paligemma2",
 }  # fmt: skip
 # Families with recurrent layers, which test_recurrent_states.py looks at.
-RECURRENT = FAMILIES.keys() & {"lfm2_vl", "lfm3_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"}
+RECURRENT = FAMILIES.keys() & {"lfm2_vl", "lfm3_vl", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe"}
 # Their own processors take images of three channels alone.
 NO_TRANSPARENCY = ("lfm2_vl",)
 
