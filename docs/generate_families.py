@@ -126,7 +126,7 @@ def _notes(family: Family) -> str:
     words = []
     if family.has_max_pixels:
         words.append("`max_pixels`")
-    if family.axes is PositionAxes.MROPE:
+    if family.axes in (PositionAxes.MROPE, PositionAxes.CANVAS):
         words.append("M-RoPE")
     if family.axes is PositionAxes.XDROPE:
         words.append("XD-RoPE")

@@ -21,7 +21,7 @@ from torch import Tensor
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _GATE_UP = ("gate_proj", "up_proj")
 _LINEAR = re.compile(r"\.layers\..*(proj|fc1|fc2)\.weight$|\blm_head\.weight$")
-_NOT_TEXT = re.compile(r"vision|visual|\bvit\b|audio|perceiver|qwen2_model|projector")
+_NOT_TEXT = re.compile(r"vision|visual|image_tower|video_tower|\bvit\b|audio|perceiver|qwen2_model|projector")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from decoder_svc.prompt.image_layout import ImageLayout, layout_of
-from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions, xdrope_positions
+from decoder_svc.prompt.rotary_positions import (
+    PlacedGrid,
+    canvas_positions,
+    mrope_positions,
+    sequence_positions,
+    xdrope_positions,
+)
 from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
@@ -59,6 +65,7 @@ class DecoderFamily:
         # Frames in an entry of the cache; 0: videos are refused.
         self.frames_per_entry = 0 if self._video is None else self._video.frames_per_entry
         self.num_position_axes = data.axes.num_axes
+        self._canvas_markers = _marker_ids(model, encode)
         self.mask = model.mask
         # Extra feature levels per row.
         self.num_levels = model.num_levels
@@ -135,18 +142,45 @@ class DecoderFamily:
         """Returns the arguments with which the language model adds feature levels; see `Family.level_arguments`."""
         return self.model.data.level_arguments(self.model.source.config, has_row, levels)
 
-    def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
+    def positions(
+        self, token_ids: Sequence[int], spans: Sequence[Span], layouts: Sequence[ImageLayout]
+    ) -> Positions | None:
         """Returns the rotary positions of an expanded prompt; None for 0, 1, 2, …"""
-        axes = self.model.data.axes
+        axes, num_tokens = self.model.data.axes, len(token_ids)
         if axes is PositionAxes.SEQUENCE:
             return sequence_positions(num_tokens, self.model.data.first_position)
         placed = zip(spans, layouts, strict=True)
-        grids = [PlacedGrid(span, layout.grid, layout.place) for span, layout in placed if layout.grid is not None]
+        grids = [
+            PlacedGrid(span, layout.grid, layout.place, layout.slices)
+            for span, layout in placed
+            if layout.grid is not None
+        ]
+        if axes is PositionAxes.CANVAS:
+            return canvas_positions(token_ids, grids, self._canvas_markers)
         return (mrope_positions if axes is PositionAxes.MROPE else xdrope_positions)(num_tokens, grids)
+
+    def num_last_markers(self, token_ids: Sequence[int], spans: Sequence[Span]) -> int | None:
+        """Returns how many markers end a prompt behind its last image; None if it ends otherwise.
+
+        In families with a canvas, a marker there would have another position in the prompt than in the answer.
+        """
+        behind = token_ids[spans[-1].stop :] if spans and self._canvas_markers else None
+        return None if behind is None or not self._canvas_markers.issuperset(behind) else len(behind)
 
     def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
         shape = self.model.image_shape(width, height, options)
         return layout_of(shape, self.image_token, self.image_token_id, self._encode)
+
+
+def _marker_ids(model: FamilyModel, encode: Callable[[str], Sequence[int]]) -> frozenset[int]:
+    """Returns the ids of the markers on a canvas. Raises ModelFolderError if the tokenizer has others."""
+    markers = model.data.canvas_markers(model.source)
+    for text, token_id in markers.items():
+        if list(encode(text)) != [token_id]:
+            raise ModelFolderError(
+                f"the tokenizer does not fit {model.data.title}: {text!r} is not the token {token_id} of config.json"
+            )
+    return frozenset(markers.values())
 
 
 def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from lookonce.families.base import FramePlace, ImageShape, SharedRow
+from lookonce.families.base import FramePlace, ImageShape, SharedRow, SliceGrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class ImageLayout:
     place: FramePlace | None = None
     # Rows at the end of the embedding that the prompt does not show.
     num_unused_rows: int = 0
+    # The slices behind the whole image; None if there are none or positions do not depend on them.
+    slices: SliceGrid | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,6 +74,7 @@ def layout_of(
         grid=shape.grid,
         place=shape.place,
         num_unused_rows=shape.num_unused_rows,
+        slices=shape.slices,
     )
 
 

@@ -157,7 +157,7 @@ class PromptBuilder:
                     f"an image has {image.num_rows} cached rows, but this model's layout takes {num_rows}"
                 )
         token_ids, spans = self._placed(spec, layouts, videos)
-        items = tuple(
+        items = [
             ImageItem(
                 image.key,
                 span,
@@ -169,9 +169,11 @@ class PromptBuilder:
                 layout.num_unused_rows,
             )
             for image, span, layout in zip(images, spans, layouts, strict=True)
-        )
-        positions = self._family.positions(len(token_ids), spans, layouts)
-        return Prompt(tuple(token_ids), items, positions, self._family.mask)
+        ]
+        if (num_markers := self._family.num_last_markers(token_ids, spans)) is not None:
+            items[-1] = replace(items[-1], time=num_markers)
+        positions = self._family.positions(token_ids, spans, layouts)
+        return Prompt(tuple(token_ids), tuple(items), positions, self._family.mask)
 
     def continuation_ids(self, spec: PromptSpec, continuation: str | tuple[int, ...]) -> tuple[int, ...]:
         """Returns the token ids of a continuation: of a text, those that it adds to the prompt's text.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lookonce.model.text_support import HeadShape
+from lookonce.model.text_support import HeadShape, recurrent_kinds
 
 # Bytes of the scale of a rounded key or value.
 SCALE_BYTES = 4
@@ -93,9 +93,11 @@ class KVCacheSpec:
 def layers_with_window(text: Any) -> frozenset[int]:
     """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
 
-    The set is empty when all layers have a window or none has: then all are in the full group, which keeps every token
-    and applies the window as a mask.
+    The set is empty when all layers have a window or none has, and in models with recurrent layers: then all are in the
+    full group, which keeps every token and applies the window as a mask.
     """
     types = getattr(text, "layer_types", None) or []
     sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    if recurrent_kinds(text):
+        return frozenset()
     return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()

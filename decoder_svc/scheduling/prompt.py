@@ -37,8 +37,8 @@ class ImageItem:
     data: ImageFile | None = field(repr=False)
     # The token that takes each row, as an ascending index into the span. None: token i takes row i.
     row_tokens: tuple[int, ...] | None = None
-    # Time coordinate of the rotary positions, counted from the video's beginning; only for the second and later pairs
-    # of frames of a video.
+    # Positions also depend on this number. It is the time of the second and later pairs of frames of a video, counted
+    # from its beginning, or the number of markers that end a prompt behind its last image, in families with a canvas.
     time: int | None = None
     # Rows at the end of the embedding that the prompt does not show.
     num_unused_rows: int = 0

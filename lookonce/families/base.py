@@ -35,11 +35,14 @@ class PositionAxes(enum.Enum):
     # The place in the prompt, and in an image's grid also the column, the line and the image's number, all counted from
     # zero; elsewhere the place on all four (XD-RoPE, arXiv:2511.19575).
     XDROPE = "xdrope"
+    # Those of M-RoPE, but an image's slices lie on a canvas, over which its whole view is stretched, and the markers
+    # between them lie at the slices' corners (MiniCPM-V 4.7).
+    CANVAS = "canvas"
 
     @property
     def num_axes(self) -> int:
         """Returns how many numbers make up the position of a token."""
-        return {PositionAxes.SEQUENCE: 1, PositionAxes.MROPE: 3, PositionAxes.XDROPE: 4}[self]
+        return {PositionAxes.SEQUENCE: 1, PositionAxes.XDROPE: 4}.get(self, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,17 @@ class FramePlace:
     index: int
     # Position on the time axis, relative to the first pair.
     time: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceGrid:
+    """The slices of an image, line by line, all of one size."""
+
+    lines: int
+    columns: int
+    # Rows of a slice, from top to bottom and from left to right.
+    height: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +89,9 @@ class ImageShape:
     place: FramePlace | None = None
     # Rows at the end of the embedding that this prompt does not show.
     num_unused_rows: int = 0
+    # The slices behind the whole image, whose rows are `grid`; None if there are none or positions do not depend on
+    # them.
+    slices: SliceGrid | None = None
 
     def text(self, image_token: str) -> str:
         """Returns the expansion with one image token for each number of rows."""
@@ -289,6 +306,10 @@ def _never(_config: Any) -> bool:
     return False
 
 
+def _no_markers(_source: FamilySource) -> Mapping[str, int]:
+    return {}
+
+
 def _no_refusal(_source: FamilySource) -> None:
     return None
 
@@ -315,6 +336,9 @@ class Family:
     is_causal: Callable[[Any], bool] = _never
     axes: PositionAxes = PositionAxes.SEQUENCE
     first_position: int = 0
+    # Maps the source to the markers around images and slices, and between lines of slices: their texts, and their ids
+    # in config.json. In families whose axes are CANVAS, these tokens have no place of their own behind an image.
+    canvas_markers: Callable[[FamilySource], Mapping[str, int]] = _no_markers
     # Maps (vision half, output of `get_image_features`) to the rows of all images, in families without levels.
     rows: Callable[[Any, Any], Any] = _pooled_rows
     # Maps the configuration to the number of feature levels that accompany each row (deepstack).

@@ -14,10 +14,12 @@ def _seconds(seconds: float) -> tuple[str, str]:
     return "<|begin_of_image|>", f"<|end_of_image|>{seconds:.1f} seconds"
 
 
+VIDEO = replace(glm4v.VIDEO, surrounding_text=_seconds)
+
 FAMILY = replace(
     glm4v.FAMILY,
     title="GLM-4.6V",
     model_type="glm46v",
     architecture="Glm46VForConditionalGeneration",
-    video=replace(glm4v.VIDEO, surrounding_text=_seconds),
+    video=VIDEO,
 )

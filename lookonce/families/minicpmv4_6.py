@@ -9,14 +9,15 @@ import math
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.families import sizing
-from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing, SliceGrid
 
 # Sides of the squares of patches that become a row: the tower merges two by two patches, and the merger does it again,
 # alone in the finer mode.
 _MERGED = {"16x": 4, "4x": 2}
 
 
-def _sizing(source: FamilySource) -> ImageSizing:
+def sliced_sizing(source: FamilySource) -> ImageSizing:
+    """Returns the sizing of the image processor that MiniCPM-V 4.6 and 4.7 share."""
     processor = source.processor
     side = processor.patch_size * _MERGED[processor.downsample_mode]
     resized = {
@@ -34,13 +35,13 @@ def _sizing(source: FamilySource) -> ImageSizing:
         if processor.slice_mode:
             grid = processor.get_sliced_grid(size, processor.max_slice_nums, processor.scale_resolution)
         whole_height, whole_width = processor.find_best_resize(size, allow_upscale=grid is None, **resized)
-        num_rows = (whole_height // side) * (whole_width // side)
+        whole = whole_height // side, whole_width // side
         if grid is None:
-            return _shape(source, num_rows)
+            return _shape(source, whole)
         lines, columns = grid
         all_height, all_width = processor.get_refine_size(size, grid, allow_upscale=True, **resized)
-        rows_per_slice = (all_height // lines // side) * (all_width // columns // side)
-        return _shape(source, num_rows, lines, columns, rows_per_slice)
+        slices = SliceGrid(lines, columns, all_height // lines // side, all_width // columns // side)
+        return _shape(source, whole, slices)
 
     # An upper bound: the whole image and every slice are resized to at most this many pixels before rounding.
     most_pixels = processor.scale_resolution**2
@@ -48,7 +49,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
     shortest = most_pixels // longest
     most = max(_num_units(one, side) * _num_units(most_pixels // one, side) for one in range(shortest, longest + 1))
     num_slices = processor.max_slice_nums if processor.slice_mode and processor.max_slice_nums > 1 else 0
-    return ImageSizing(shape, _shape(source, most, min(num_slices, 1), num_slices, most))
+    return ImageSizing(shape, _shape(source, (1, most), SliceGrid(1, num_slices, 1, most) if num_slices else None))
 
 
 def _num_units(length: int, unit: int) -> int:
@@ -56,19 +57,18 @@ def _num_units(length: int, unit: int) -> int:
     return max(round(length / unit), 1)
 
 
-def _shape(
-    source: FamilySource, num_rows: int, lines: int = 0, columns: int = 0, rows_per_slice: int = 0
-) -> ImageShape:
-    """Returns the expansion of an image with lines × columns slices."""
+def _shape(source: FamilySource, whole: tuple[int, int], slices: SliceGrid | None = None) -> ImageShape:
+    """Returns the expansion of an image, whose whole view has `whole` rows: from top to bottom, from left to right."""
     tokens = source.tokens
     start, end = tokens["slice_start_token"], tokens["slice_end_token"]
-    parts: list[str | int] = [tokens["image_start_token"], num_rows]
+    parts: list[str | int] = [tokens["image_start_token"], whole[0] * whole[1]]
     before = tokens["image_end_token"]
-    for number in range(lines * columns):
-        line_break = "\n" if number and number % columns == 0 else ""
-        parts += [f"{before}{line_break}{start}", rows_per_slice]
+    for number in range(slices.lines * slices.columns if slices else 0):
+        assert slices is not None
+        line_break = "\n" if number and number % slices.columns == 0 else ""
+        parts += [f"{before}{line_break}{start}", slices.height * slices.width]
         before = end
-    return ImageShape((*parts, before))
+    return ImageShape((*parts, before), (1, *whole), slices=slices)
 
 
 def _opening(source: FamilySource, number: int) -> str:
@@ -96,7 +96,7 @@ FAMILY = Family(
     title="MiniCPM-V 4.6",
     model_type="minicpmv4_6",
     architecture="MiniCPMV4_6ForConditionalGeneration",
-    sizing=_sizing,
+    sizing=sliced_sizing,
     inputs=("pixel_values", "target_sizes"),
     packed_inputs=frozenset({"pixel_values"}),
     opening=_opening,

@@ -13,7 +13,7 @@ def offers_of(family: Family) -> list[str]:
     offers = [_CHUNKING[family.mask]]
     if family.has_max_pixels:
         offers.append("max_pixels")
-    if family.axes is PositionAxes.MROPE:
+    if family.axes in (PositionAxes.MROPE, PositionAxes.CANVAS):
         offers.append("M-RoPE")
     if family.axes is PositionAxes.XDROPE:
         offers.append("XD-RoPE")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
-from lookonce.model.model_folder import ModelFolder
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import stored_expert_bytes, stored_formats, without_quantization
 
@@ -91,7 +91,7 @@ def _empty_half(folder: ModelFolder, config: Any, half: Half, tensors: Mapping[s
     try:
         with _META:
             return half_class(base, half, quantized)._from_config(without_quantization(config), dtype=dtype)
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except CONFIGURATION_FAULTS as error:
         raise ModelFolderError(
             f"the {half.value} half cannot be built from config.json: "
             f"{type(error).__name__} {error}; use the config.json that belongs to the weights"

@@ -164,6 +164,12 @@ class FamilyModel:
             )
 
 
+def processor_backend(processor: Any) -> str:
+    """Returns the library with which an image processor computes, "pil" or "torchvision"."""
+    # Processors of transformers 4 that are left do not say it.
+    return str(getattr(processor, "backend", "pil"))
+
+
 def _no_max_pixels(data: Family) -> str:
     return f"{data.title} does not support this option, because it resizes to fixed sizes; leave it unset"
 
@@ -212,7 +218,7 @@ def _image_processor(folder: ModelFolder, data: Family) -> Any:
         )
     except (OSError, ImportError, *CONFIGURATION_FAULTS) as error:
         raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
-    if getattr(processor, "backend", None) != backend:
+    if processor_backend(processor) != backend:
         raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
     for name, (least, most) in {**_PROCESSOR_BOUNDS, "max_patches": (1, data.most_patches)}.items():
         value = getattr(processor, name, None)

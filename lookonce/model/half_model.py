@@ -23,7 +23,7 @@ from lookonce.errors import ModelFolderError
 from lookonce.model.empty_weights import without_meta_device
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
-from lookonce.model.model_folder import read_json_object, weight_files
+from lookonce.model.model_folder import CONFIGURATION_FAULTS, read_json_object, weight_files
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import replace_by_stored, restore_layers, without_quantization
 from lookonce.model.safetensors_header import read_header
@@ -210,7 +210,7 @@ def _load(
         raise
     except (RustPanicError, SafetensorError) as error:
         raise ModelFolderError(f"the weights of {folder.name} cannot be read; download them again") from error
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except CONFIGURATION_FAULTS as error:
         if is_lack_of_memory(error):
             raise
         raise ModelFolderError(

@@ -33,6 +33,7 @@ _RECURRENT_KINDS = {
     ("qwen3_5_text", "linear_attention"): RecurrentKind.DELTA_NET,
     ("qwen3_5_moe_text", "linear_attention"): RecurrentKind.DELTA_NET,
     ("lfm2", "conv"): RecurrentKind.SHORT_CONVOLUTION,
+    ("lfm3", "conv"): RecurrentKind.SHORT_CONVOLUTION,
     ("nemotron_h", "linear_attention"): RecurrentKind.MAMBA2,
 }
 # Types of layers that mix no tokens, so that they keep nothing, and the text models whose layers of that type are
@@ -203,8 +204,6 @@ def _unserved_field(config: Any, text: Any) -> str | None:
 
 def _layers(_config: Any, text: Any) -> str | None:
     layer_types = getattr(text, "layer_types", None) or ()
-    if recurrent_kinds(text) and "sliding_attention" in layer_types:
-        return f"layers with a sliding window beside recurrent layers, which are not served together; {_ADVICE}"
     keyless = layers_without_keys(text)
     for layer, layer_type in enumerate(layer_types):
         if layer in keyless:

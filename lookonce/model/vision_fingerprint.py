@@ -10,7 +10,7 @@ import torch
 
 from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
 from lookonce.embedding_meta import RowDtype
-from lookonce.model.family_model import FamilyModel
+from lookonce.model.family_model import FamilyModel, processor_backend
 from lookonce.model.model_folder import ModelFolder
 
 # Version of the code that makes pixels of files. Raise it when any accepted file gets other pixels: cached rows of the
@@ -34,7 +34,7 @@ def vision_fingerprint(
     configuration = _canonical_json(_related(model.config.to_dict()))
     settings = {
         "class": type(processor).__name__,
-        "backend": processor.backend,
+        "backend": processor_backend(processor),
         "settings": _related(json.loads(processor.to_json_string())),
         "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
         "inputs": family.data.inputs,

@@ -18,7 +18,7 @@ import torch
 
 from tests.parity import videos
 from tests.parity.videos import MEAN, STD, Part, Video
-from tests.tiny_families import idefics3, internvl, llava_next_video, llava_onevision, perception_lm
+from tests.tiny_families import idefics3, internvl, llava_next_video, llava_onevision, perception_lm, video_llava
 
 # Mark the rows of images and videos, so that they are not taken for a placeholder.
 _IMAGE_ROW, _VIDEO_ROW = "<|image_row|>", "<|video_row|>"
@@ -84,7 +84,7 @@ class _VideoMethodModel(FrameModel):
         """Stands for `get_video_features`, whose arguments `generate` finds by their names."""
         assert len(pixel_values_videos)
         outputs = [self._features(video[None], **options) for video in self._shown]
-        outputs[0].pooler_output = torch.cat([output.pooler_output for output in outputs], dim=1)
+        outputs[0].pooler_output = torch.cat([output.pooler_output.flatten(0, 1) for output in outputs])[None]
         return outputs[0]
 
     def pixels(self, found: dict[str, Any], visuals: Sequence[_Picture | Video]) -> dict[str, Any]:
@@ -144,6 +144,17 @@ class NextVideo(_VideoMethodModel):
         width, height = (int(self.side * side / shorter) for side in frame.size)
         left, top = (width - self.side) // 2, (height - self.side) // 2
         return frame.resize((width, height), _BICUBIC).crop((left, top, left + self.side, top + self.side))
+
+
+class VideoLlava(NextVideo):
+    """Video-LLaVA: the middle square of a frame, with the rows of an image and a class row."""
+
+    side = video_llava.SIDE
+    image_options: ClassVar[dict[str, Any]] = {"return_legacy_image_output": False}
+
+    def said(self, video: Video) -> str:
+        """Returns the text of a video, with a mark for each row."""
+        return _VIDEO_ROW * (len(video.frames) * ((self.side // video_llava.PATCH) ** 2 + 1))
 
 
 class Intern(FrameModel):
@@ -356,6 +367,7 @@ class Perception(FrameModel):
 MODELS: dict[str, type[FrameModel]] = {
     "llava_onevision": OneVision,
     "llava_next_video": NextVideo,
+    "video_llava": VideoLlava,
     "internvl": Intern,
     "smolvlm": Smol,
     "gemma4": Gemma,

@@ -135,7 +135,7 @@ def _prompt(
         items.append(ImageItem(key, Span(offset, len(layout.token_ids)), layout.num_rows, options, None))
         layouts.append(layout)
         offset += len(layout.token_ids)
-    positions = family.positions(len(token_ids), [item.span for item in items], layouts)
+    positions = family.positions(token_ids, [item.span for item in items], layouts)
     return Prompt(tuple(token_ids), tuple(items), positions, family.mask)
 
 

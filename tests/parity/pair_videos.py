@@ -24,6 +24,12 @@ LEAST_ROWS, MOST_ROWS = 4, 60
 # The whole processor of Qwen2.5-Omni sets its own.
 _BOUNDS_OF_OMNI = 128, 768
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
+# Families with the layout of Qwen3-VL that are not called so.
+_WITHOUT_CLOCK = ("cohere_compass", "cosmos3_omni", "lfm3_vl")
+# Those whose only published processor leaves the marks around a video's placeholder in place.
+_INSIDE_MARKS = ("cohere_compass", "lfm3_vl")
+# Families of GLM that write times with a decimal and a unit.
+_WITH_DECIMALS = ("glm46v", "glmga")
 # Marks the rows of videos, so that they are not taken for a placeholder.
 _ROW = "<|video_row|>"
 
@@ -69,12 +75,12 @@ class PairModel(videos.VideoModel):
     @property
     def has_clock(self) -> bool:
         """Whether the pairs of a video share a time axis; otherwise each has its time as text."""
-        return not ("qwen3" in self.name or self.is_glm)
+        return not ("qwen3" in self.name or self.name in _WITHOUT_CLOCK or self.is_glm)
 
     @property
     def is_omni(self) -> bool:
         """Whether the library's positions are those of the model's authors."""
-        return "omni" in self.name
+        return "qwen2_5_omni" in self.name
 
     @property
     def is_glm(self) -> bool:
@@ -157,15 +163,18 @@ class PairModel(videos.VideoModel):
             written = text.replace(self.processor.video_token, rows * grid[0], 1)
         elif self.is_glm:
             times = [2 * pair / video.fps for pair in range(grid[0])]
-            names = [f"{time:.1f} seconds" if self.name == "glm46v" else str(int(time)) for time in times]
+            names = [f"{time:.1f} seconds" if self.name in _WITH_DECIMALS else str(int(time)) for time in times]
             said = [f"<|begin_of_image|>{rows}<|end_of_image|>{name}" for name in names]
             written = text.replace("<|video|>", "".join(said), 1)
         else:
             said = []
+            start, end = self.processor.vision_start_token, self.processor.vision_end_token
             for pair in range(grid[0]):
                 times = [2 * pair, min(2 * pair + 1, len(video.frames) - 1)]
-                said.append(f"<{sum(times) / 2 / video.fps:.1f} seconds><|vision_start|>{rows}<|vision_end|>")
-            written = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "".join(said), 1)
+                said.append(f"<{sum(times) / 2 / video.fps:.1f} seconds>{start}{rows}{end}")
+            token = self.processor.video_token
+            replaced = token if self.name in _INSIDE_MARKS else f"{start}{token}{end}"
+            written = text.replace(replaced, "".join(said), 1)
         assert written != text
         return written
 

@@ -26,11 +26,13 @@ from tests.tiny_families import FAMILIES
 SMALL_STEP = 23
 # Families with sliding-window layers.
 WINDOWED = FAMILIES.keys() & {
-    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "gemma4_unified",
-    "muse_glimmer", "paligemma2",
+    "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_moe",
+    "gemma4_unified", "muse_glimmer", "paligemma2",
 }  # fmt: skip
 # Families with recurrent layers, which test_recurrent_states.py looks at.
-RECURRENT = FAMILIES.keys() & {"lfm2_vl", "minicpmv4_6", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"}
+RECURRENT = FAMILIES.keys() & {
+    "lfm2_vl", "lfm3_vl", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe",
+}  # fmt: skip
 # Their own processors take images of three channels alone.
 NO_TRANSPARENCY = ("lfm2_vl",)
 
@@ -84,7 +86,9 @@ def test_transparent_pixels_lie_over_white_as_in_the_familys_own_processor(famil
 
 
 def pixel_values(family: families.Conformance, picture: PIL.Image.Image) -> torch.Tensor:
-    return torch.as_tensor(family.adapter.processor(images=[[picture]], return_tensors="pt")["pixel_values"])
+    arguments = family.adapter.family.processor_arguments(family.adapter.model.source, ProcessorOptions())
+    found = family.adapter.processor(images=[[picture]], return_tensors="pt", **arguments)
+    return torch.as_tensor(found["pixel_values"])
 
 
 def test_answers_depend_on_the_prompt(expected: list[list[int]]) -> None:

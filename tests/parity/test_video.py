@@ -15,13 +15,17 @@ from tests.parity.pair_videos import PairModel
 from tests.parity.videos import Part, Video, VideoModel, frames
 from tests.tiny_families import FAMILIES
 
-WITH_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+WITH_AXES = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "cosmos3_omni", "cohere_compass",
+)  # fmt: skip
 NAMES = (
     *WITH_AXES,
     "qwen2_5_omni_thinker",
     "exaone4_5",
+    "lfm3_vl",
     "glm4v",
     "glm46v",
+    "glmga",
     "glm4v_moe",
     *frame_videos.MODELS,
 )

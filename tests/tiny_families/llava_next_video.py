@@ -17,7 +17,7 @@ SIDE = 60
 PATCH = 15
 _PINPOINTS = [[60, 120], [120, 60], [120, 120], [180, 60], [60, 180]]
 # Vicuna's form: speakers are plain text in capitals.
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'][0]['text'] }}{% else %}"
     "{{ message['role'].upper() + ': ' }}{% endif %}"
@@ -34,7 +34,7 @@ _TEMPLATE = (
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """Builds a model with 16 rows for the whole image, then those of its tiles with a row after each line: up to 88."""
     special = ["<unk>", "<s>", "</s>", "<video>", "<image>", "<pad>"]
-    tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE, adds_bos=True)
+    tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=TEMPLATE, adds_bos=True)
     config = transformers.LlavaNextVideoConfig(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=tiny_models.HIDDEN_SIZE,

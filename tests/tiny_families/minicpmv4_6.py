@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -36,6 +37,16 @@ _TEMPLATE = tiny_models.QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vi
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """Writes the model's folder and returns its path."""
+    return build_as("MiniCPMV4_6", folder, seed)
+
+
+def build_as(
+    name: str, folder: pathlib.Path, seed: int, markers: Mapping[str, str] = types.MappingProxyType({})
+) -> pathlib.Path:
+    """Writes a folder of MiniCPM-V 4.6 or 4.7, by the start of the names of its classes.
+
+    `markers` are fields of the configuration with ids of tokens, and the tokens.
+    """
     tokenizer = parts.named_tokenizer(
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_NAMED.values()],
         _NAMED,
@@ -44,7 +55,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         pad="<|endoftext|>",
         template=_TEMPLATE,
     )
-    config = transformers.MiniCPMV4_6Config(
+    config = getattr(transformers, f"{name}Config")(
         text_config=qwen3_5.text_config(tokenizer) | {"model_type": "qwen3_5_text"},
         vision_config={
             "hidden_size": tiny_models.HIDDEN_SIZE,
@@ -58,9 +69,10 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
         tie_word_embeddings=False,
+        **{field: one for field, token in markers.items() for one in tokenizer.encode(token)},
     )
     model = parts.random_model(
-        transformers.MiniCPMV4_6ForConditionalGeneration,
+        getattr(transformers, f"{name}ForConditionalGeneration"),
         config,
         tokenizer,
         seed,
@@ -68,21 +80,21 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         gains=parts.ATTENTIVE_NORMED,
     )
     images = MiniCPMV4_6ImageProcessorPil(patch_size=_PATCH, scale_resolution=_SLICE, max_slice_nums=4)
-    return tiny_models._save(folder, model, tokenizer, images, {"processor_class": "MiniCPMV4_6Processor"})
+    return tiny_models._save(folder, model, tokenizer, images, {"processor_class": f"{name}Processor"})
 
 
 def load_processor(folder: pathlib.Path) -> Any:
     """Returns the whole processor on the PIL backend."""
-    return parts.load(folder, _processor_class())
+    return parts.load(folder, processor_class(transformers.MiniCPMV4_6Processor))
 
 
 @functools.cache
-def _processor_class() -> Any:
+def processor_class(whole: Any) -> Any:
     """Returns a processor class with a stand-in for the video processor, which needs torchvision.
 
     The original reads two settings of it when it is created.
     """
-    original = parts.without_video(transformers.MiniCPMV4_6Processor)
+    original = parts.without_video(whole)
     settings = types.SimpleNamespace(slice_mode=True, downsample_mode="16x")
 
     def check(self: Any, argument_name: str, argument: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.tiny_families import parts
 NAME = "qwen2_5_omni_thinker"
 
 _SQUARE = 28 * 28
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
@@ -25,7 +26,7 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Names of the tokenizer's tokens.
-_NAMED = {
+NAMED = {
     "image_token": "<|IMAGE|>",
     "audio_token": "<|AUDIO|>",
     "video_token": "<|VIDEO|>",
@@ -49,12 +50,12 @@ _TOKENS = {
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """Builds a model with 4 to 36 rows and windows of two by two rows, so images have several unequal windows."""
     tokenizer = parts.named_tokenizer(
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_NAMED.values()],
-        _NAMED,
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *NAMED.values()],
+        NAMED,
         bos=None,
         eos="<|im_end|>",
         pad="<|endoftext|>",
-        template=_TEMPLATE,
+        template=TEMPLATE,
     )
     config = transformers.Qwen2_5OmniThinkerConfig(
         text_config=tiny_models._text_config(tokenizer)
@@ -86,7 +87,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         **{field: tokenizer.convert_tokens_to_ids(token) for field, token in _TOKENS.items()},
     )
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * _SQUARE, "longest_edge": 36 * _SQUARE})
-    processor = parts.whole_processor(_ImagesOnlyProcessor, images, tokenizer)
+    processor = parts.whole_processor(images_only(transformers.Qwen2_5OmniProcessor), images, tokenizer)
     model = parts.random_model(
         transformers.Qwen2_5OmniThinkerForConditionalGeneration,
         config,
@@ -100,14 +101,16 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 def load_processor(folder: pathlib.Path) -> Any:
     """Returns the whole processor on the PIL backend, without the parts for videos and audio."""
-    return parts.load(folder, _ImagesOnlyProcessor)
+    return parts.load(folder, images_only(transformers.Qwen2_5OmniProcessor))
 
 
-class _ImagesOnlyProcessor(transformers.Qwen2_5OmniProcessor):  # type: ignore[misc]
-    """The processor without a video processor, which needs torchvision, and without one for audio."""
+@functools.cache
+def images_only(processor_class: Any) -> Any:
+    """Returns a processor class without a video processor, which needs torchvision, and without one for audio."""
 
-    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
-        """Accepts that a processor is missing."""
+    def check(self: Any, argument_name: str, argument: object) -> object:
         if argument is None:
             return None
-        return super().check_argument_for_proper_class(argument_name, argument)
+        return processor_class.check_argument_for_proper_class(self, argument_name, argument)
+
+    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})

@@ -87,7 +87,8 @@ def _item_field(item: ImageItem, start: int) -> bytes:
     place = (item.span.offset - start).to_bytes(8, "little", signed=True)
     if item.time is None:
         return _IMAGE + place + item.key.value
-    # The same frames at another time in a video have other positions.
+    # The same frames at another time in a video have other positions, and so have markers behind a prompt's last image
+    # in an answer.
     return _FRAMES + item.time.to_bytes(8, "little") + place + item.key.value
 
 

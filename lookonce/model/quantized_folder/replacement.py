@@ -44,6 +44,8 @@ def replace_by_stored(model: Any, tensors: QuantizedTensors) -> list[str]:
         _set_module(model, name, StoredLinear(layer, linear, tensors.layers[layer], tensors.storage))
     for name, layers in names.experts.items():
         _set_module(model, name, StoredExperts(name, model.get_submodule(name), layers, tensors))
+        # Some models draw the weights of experts through the module around them before they read any.
+        model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
     # One pattern, because the loader compares each tensor with each pattern.
     experts = "|".join(re.escape(name) for name in names.experts)
     return [rf"^(?:{experts})\."] if experts else []

@@ -52,7 +52,7 @@ def test_rotary_positions_equal_the_models_own(folder: pathlib.Path) -> None:
         offset = token_ids.index(family.image_token_id, offset)
         spans.append(Span(offset, layouts[-1].span_length))
         offset = spans[-1].stop
-    positions = family.positions(len(token_ids), spans, layouts)
+    positions = family.positions(token_ids, spans, layouts)
     if family.num_position_axes == 1:
         assert positions is None
         return
@@ -71,7 +71,7 @@ def test_rotary_positions_equal_the_models_own(folder: pathlib.Path) -> None:
 def test_text_only_positions_count_from_zero(folder: pathlib.Path) -> None:
     processor = tiny_models.load_processor(folder)
     family = load_family(ModelFolder.open(folder), processor.tokenizer)
-    positions = family.positions(3, [], [])
+    positions = family.positions([5, 6, 7], [], [])
     assert positions is None or (positions.axes == ((0, 1, 2),) * 3 and positions.delta == 0)
 
 

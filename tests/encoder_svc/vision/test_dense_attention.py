@@ -28,7 +28,7 @@ Folders = Callable[[str], pathlib.Path]
 # Families whose towers have masks, groups of query heads or a Q-Former.
 WITH_MASKS = {
     "aria", "deepseek_ocr2", "exaone4_5", "gemma4", "gemma4_moe", "granite4_vision", "idefics2", "idefics3",
-    "lighton_ocr", "mistral3", "mistral4", "pixtral", "smolvlm",
+    "lfm3_vl", "lighton_ocr", "mistral3", "mistral4", "pixtral", "smolvlm",
 }  # fmt: skip
 # Towers that compute attention in their own code.
 OWN_ATTENTION = {"got_ocr2"}

@@ -126,9 +126,25 @@ def test_a_processor_that_writes_its_own_system_prompt_is_refused(copied: Folder
 
 
 @pytest.mark.parametrize(
+    ("file", "kind"), [("preprocessor_config.json", "image"), ("video_preprocessor_config.json", "video")]
+)
+def test_a_factor_that_only_some_processors_of_transformers_apply_is_refused(
+    file: str, kind: str, copied: Folder
+) -> None:
+    path = copied("glmga")
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    (path / file).write_text(json.dumps(settings | {"patch_expand_factor": 1}))
+    load(path)
+    edit(path, file, patch_expand_factor=2)
+    with pytest.raises(ModelFolderError, match=f"its {kind} processor has a patch_expand_factor of 2"):
+        load(path)
+
+
+@pytest.mark.parametrize(
     ("name", "of_vision", "fields", "reason"),
     [
         ("vipllava", True, {"model_type": "siglip_vision_model"}, "vision tower 'siglip_vision_model'"),
+        ("video_llava", True, {"model_type": "siglip_vision_model"}, "vision tower 'siglip_vision_model'"),
         ("ovis2", True, {"tokenize_function": "gumbel_argmax"}, "visual words at random"),
         ("ovis2", True, {"hidden_stride": 4}, "do not fill squares of 4"),
         ("minicpmv4_6", False, {"downsample_mode": "4x"}, "counts rows for downsample_mode '16x'"),

@@ -27,9 +27,10 @@ from tests.tiny_families import FAMILIES
 pytestmark = pytest.mark.usefixtures("library")
 
 HAVE_STACKS = {
-    "deepseek_vl", "deepseek_vl_hybrid", "got_ocr2", "idefics2", "idefics3", "internvl", "janus", "lighton_ocr",
-    "llava_clip", "llava_next", "llava_next_video", "llava_onevision", "llava_siglip", "mistral3", "ovis2", "pixtral",
-    "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "video_llama_3", "vipllava",
+    "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "got_ocr2", "idefics2", "idefics3", "internvl", "janus",
+    "lighton_ocr", "llava_clip", "llava_next", "llava_next_video", "llava_onevision", "llava_siglip", "mistral3",
+    "ovis2", "pixtral", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+    "video_llama_3", "video_llava", "vipllava",
 }  # fmt: skip
 
 
