@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES
+from decoder_svc.runner.cpu.native_structures import NativeStateStep
 from decoder_svc.runner.recurrent.state_pools import StatePool
 from decoder_svc.runner.state_step import StateStep
 from lookonce.model.kernels.native_library import NativeLibrary
@@ -20,10 +21,9 @@ class _ShortConvolution(ctypes.Structure):
     """The structure of the same name in short_convolution.cpp."""
 
     _fields_ = (
+        ("states", NativeStateStep),
         *((name, ctypes.c_void_p) for name in ("mixed", "windows", "filter", "bias", "output")),
-        *((name, ctypes.c_void_p) for name in ("sources", "targets", "first_tokens", "first_snapshots")),
-        *((name, ctypes.c_void_p) for name in ("snapshot_tokens", "snapshot_states")),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "num_channels", "window")),
+        *((name, ctypes.c_int64) for name in ("num_channels", "window")),
     )
 
 
@@ -49,18 +49,12 @@ class NativeConvolutionStep:
         assert filters.is_contiguous()
         output = torch.empty((len(mixed), num_channels), dtype=mixed.dtype)
         given = _ShortConvolution(
+            states=NativeStateStep.of(step),
             mixed=mixed.data_ptr(),
             windows=windows.data_ptr(),
             filter=filters.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             output=output.data_ptr(),
-            sources=step.sources.data_ptr(),
-            targets=step.targets.data_ptr(),
-            first_tokens=step.first_tokens.data_ptr(),
-            first_snapshots=step.first_snapshots.data_ptr(),
-            snapshot_tokens=step.snapshot_tokens.data_ptr(),
-            snapshot_states=step.snapshot_states.data_ptr(),
-            num_sequences=len(step.targets),
             num_channels=num_channels,
             window=kernel_size - 1,
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES
+from decoder_svc.runner.cpu.native_structures import NativeStateStep
 from decoder_svc.runner.recurrent.state_pools import StatePool
 from decoder_svc.runner.state_step import StateStep
 from lookonce.model.kernels.native_library import NativeLibrary
@@ -20,13 +21,10 @@ class _DeltaStep(ctypes.Structure):
     """The structure of the same name in delta_net.cpp."""
 
     _fields_ = (
+        ("states", NativeStateStep),
         *((name, ctypes.c_void_p) for name in ("mixed", "windows", "filter", "kept", "beta", "matrices")),
-        *((name, ctypes.c_void_p) for name in ("sources", "targets", "first_tokens", "first_snapshots")),
-        *((name, ctypes.c_void_p) for name in ("snapshot_tokens", "snapshot_states", "left_windows", "output")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_sequences", "num_key_heads", "num_value_heads", "key_dim", "value_dim", "window")
-        ),
+        *((name, ctypes.c_void_p) for name in ("left_windows", "output")),
+        *((name, ctypes.c_int64) for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "window")),
     )
 
 
@@ -65,21 +63,15 @@ class NativeDeltaStep:
         left = torch.empty((num_sequences + num_snapshots, num_inputs, num_channels), dtype=mixed.dtype)
         output = torch.empty((num_value_heads, len(mixed), value_dim), dtype=torch.float32)
         given = _DeltaStep(
+            states=NativeStateStep.of(step),
             mixed=mixed.data_ptr(),
             windows=windows.data_ptr(),
             filter=filters.data_ptr(),
             kept=kept.data_ptr(),
             beta=beta.data_ptr(),
             matrices=pool.matrices.data_ptr(),
-            sources=step.sources.data_ptr(),
-            targets=step.targets.data_ptr(),
-            first_tokens=step.first_tokens.data_ptr(),
-            first_snapshots=step.first_snapshots.data_ptr(),
-            snapshot_tokens=step.snapshot_tokens.data_ptr(),
-            snapshot_states=step.snapshot_states.data_ptr(),
             left_windows=left.data_ptr(),
             output=output.data_ptr(),
-            num_sequences=num_sequences,
             num_key_heads=num_key_heads,
             num_value_heads=num_value_heads,
             key_dim=key_dim,

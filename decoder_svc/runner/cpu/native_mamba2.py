@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES
+from decoder_svc.runner.cpu.native_structures import NativeStateStep
 from decoder_svc.runner.recurrent.mamba2 import ScanWeights
 from decoder_svc.runner.recurrent.state_pools import StatePool
 from decoder_svc.runner.state_step import StateStep
@@ -21,14 +22,10 @@ class _ScanStep(ctypes.Structure):
     """The structure of the same name in mamba2.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mixed", "time_steps", "gates", "windows", "filter", "bias")),
-        *((name, ctypes.c_void_p) for name in ("rates", "skips", "step_bias", "matrices", "sources", "targets")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("first_tokens", "first_snapshots", "snapshot_tokens", "snapshot_states")
-        ),
-        *((name, ctypes.c_void_p) for name in ("left_windows", "output")),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "num_groups", "num_heads", "state_size", "head_dim")),
+        ("states", NativeStateStep),
+        *((name, ctypes.c_void_p) for name in ("mixed", "time_steps", "gates", "windows", "filter", "bias", "rates")),
+        *((name, ctypes.c_void_p) for name in ("skips", "step_bias", "matrices", "left_windows", "output")),
+        *((name, ctypes.c_int64) for name in ("num_groups", "num_heads", "state_size", "head_dim")),
         *((name, ctypes.c_int64) for name in ("window", "mixed_stride", "steps_stride", "gates_stride")),
     )
 
@@ -64,6 +61,7 @@ class NativeScanStep:
         left = torch.empty((num_sequences + num_snapshots, num_inputs, num_channels), dtype=mixed.dtype)
         output = torch.empty((len(mixed), num_heads, head_dim), dtype=torch.float32)
         arguments = _ScanStep(
+            states=NativeStateStep.of(step),
             mixed=mixed.data_ptr(),
             time_steps=time_steps.data_ptr(),
             gates=gates.data_ptr(),
@@ -74,15 +72,8 @@ class NativeScanStep:
             skips=weights.skips.data_ptr(),
             step_bias=weights.step_bias.data_ptr(),
             matrices=pool.matrices.data_ptr(),
-            sources=step.sources.data_ptr(),
-            targets=step.targets.data_ptr(),
-            first_tokens=step.first_tokens.data_ptr(),
-            first_snapshots=step.first_snapshots.data_ptr(),
-            snapshot_tokens=step.snapshot_tokens.data_ptr(),
-            snapshot_states=step.snapshot_states.data_ptr(),
             left_windows=left.data_ptr(),
             output=output.data_ptr(),
-            num_sequences=num_sequences,
             num_groups=weights.num_groups,
             num_heads=num_heads,
             state_size=state_size,

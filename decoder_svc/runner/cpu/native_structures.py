@@ -1,15 +1,43 @@
-"""Declares the C++ structures of native/step.h, native/stack.cpp and native/experts.cpp for ctypes: the same fields."""
+"""Declares the C++ structures of the decoder's kernels (native/) for ctypes: the same fields."""
 
 from __future__ import annotations
 
 import ctypes
 
+from decoder_svc.runner.state_step import StateStep
 from lookonce.model.kernels.native_linear import Linear
 
 # Phases of a stack whose time is measured separately (enum Phase in native/stack.cpp).
 PHASES = ("norms", "query_key_value", "rotation", "attention", "attended", "gate_up", "down")
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class NativeStateStep(ctypes.Structure):
+    """StateStep of native/state_step.h."""
+
+    _fields_ = (
+        ("sources", _POINTER),
+        ("targets", _POINTER),
+        ("first_tokens", _POINTER),
+        ("first_snapshots", _POINTER),
+        ("snapshot_tokens", _POINTER),
+        ("snapshot_states", _POINTER),
+        ("num_sequences", _INTEGER),
+    )
+
+    @classmethod
+    def of(cls, step: StateStep) -> NativeStateStep:
+        """Returns pointers to the arrays of a step, which must stay."""
+        return cls(
+            sources=step.sources.data_ptr(),
+            targets=step.targets.data_ptr(),
+            first_tokens=step.first_tokens.data_ptr(),
+            first_snapshots=step.first_snapshots.data_ptr(),
+            snapshot_tokens=step.snapshot_tokens.data_ptr(),
+            snapshot_states=step.snapshot_states.data_ptr(),
+            num_sequences=len(step.targets),
+        )
 
 
 class BlockGroup(ctypes.Structure):

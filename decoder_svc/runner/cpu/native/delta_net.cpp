@@ -14,27 +14,22 @@
 #include "aligned.h"
 #include "lanes.h"
 #include "state_columns.h"
+#include "state_step.h"
 #include "window_inputs.h"
 
 namespace lookonce {
 
 // The structure below has the same fields in native_delta.py. Channels are those of all queries, keys and values.
 struct DeltaStep {
+  StateStep states;
   const void* mixed;               // [num_tokens, num_channels] Inputs of the convolution.
   const void* windows;             // [num_sequences, window, num_channels] Inputs before each sequence's first token.
   const float* filter;             // [window + 1, num_channels]
   const float* kept;               // [num_value_heads, num_tokens] exp(decay)
   const float* beta;               // [num_value_heads, num_tokens]
   float* matrices;                 // [num_states, num_value_heads, key_dim, value_dim]
-  const int64_t* sources;          // State that each sequence begins with; negative: zeros.
-  const int64_t* targets;          // State that each sequence leaves.
-  const int64_t* first_tokens;     // [num_sequences + 1] First token of each sequence, and the end.
-  const int64_t* first_snapshots;  // [num_sequences + 1] First snapshot of each sequence, and the end.
-  const int64_t* snapshot_tokens;  // New tokens of the sequence that a snapshot has seen, ascending in a sequence.
-  const int64_t* snapshot_states;  // State that the snapshot is copied to.
   void* left_windows;  // [num_sequences + num_snapshots, window, num_channels] Last inputs of sequences and snapshots.
   float* output;       // [num_value_heads, num_tokens, value_dim]
-  int64_t num_sequences;
   int64_t num_key_heads;  // Each serves num_value_heads / num_key_heads heads of values in a row.
   int64_t num_value_heads;
   int64_t key_dim;
@@ -120,25 +115,21 @@ template <typename Type>
 class DeltaRun {
  public:
   explicit DeltaRun(const DeltaStep& step)
-      : step_(step), num_tokens_(step.first_tokens[step.num_sequences]),
+      : step_(step), num_tokens_(step.states.num_tokens()),
         key_size_(step.num_key_heads * step.key_dim),
         num_channels_(2 * key_size_ + step.num_value_heads * step.value_dim),
         num_blocks_((step.value_dim + kBlockColumns - 1) / kBlockColumns),
-        inputs_{step.mixed, step.windows, step.left_windows, step.filter, nullptr, step.first_tokens,
-                step.first_snapshots, step.snapshot_tokens, step.num_sequences, num_channels_, step.window,
-                num_channels_} {
+        inputs_{step.states, step.mixed, step.windows, step.left_windows, step.filter, nullptr, num_channels_,
+                step.window, num_channels_} {
     // Kept for later layers and steps: new memory would be cleared by the system first.
     static thread_local AlignedVector<float> memory;
     if (memory.size() < static_cast<size_t>(num_tokens_ * num_channels_)) memory.resize(num_tokens_ * num_channels_);
     convolved_ = memory.data();
-    sequences_.resize(num_tokens_);
-    for (int64_t s = 0; s < step.num_sequences; ++s) {
-      std::fill(sequences_.begin() + step.first_tokens[s], sequences_.begin() + step.first_tokens[s + 1], s);
-    }
+    sequences_ = step.states.token_sequences();
   }
 
   void run(int64_t num_threads) {
-    const int64_t num_items = step_.num_sequences * step_.num_value_heads * num_blocks_;
+    const int64_t num_items = step_.states.num_sequences * step_.num_value_heads * num_blocks_;
 #pragma omp parallel num_threads(num_threads) if (num_items > 1)
     {
       AlignedVector<float> local(step_.key_dim * kBlockColumns), row(num_channels_);
@@ -146,7 +137,7 @@ class DeltaRun {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t token = 0; token < num_tokens_; ++token) convolve(token, row.data());
 #pragma omp for schedule(dynamic, 1) nowait
-      for (int64_t sequence = 0; sequence < step_.num_sequences; ++sequence) inputs_.leave_windows(sequence);
+      for (int64_t sequence = 0; sequence < step_.states.num_sequences; ++sequence) inputs_.leave_windows(sequence);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t item = 0; item < num_items; ++item) {
         const int64_t head = item / num_blocks_, first = item % num_blocks_ * kBlockColumns;
@@ -166,7 +157,7 @@ class DeltaRun {
   // caller's memory for all channels.
   void convolve(int64_t token, float* row) {
     const int64_t sequence = sequences_[token];
-    inputs_.convolve(sequence, token - step_.first_tokens[sequence], row);
+    inputs_.convolve(sequence, token - step_.states.first_tokens[sequence], row);
     const float factor = 1.0f / std::sqrt(static_cast<float>(step_.key_dim));
     for (int64_t head = 0; head < 2 * step_.num_key_heads; ++head) {
       float* vector = row + head * step_.key_dim;
@@ -197,12 +188,12 @@ class DeltaRun {
   // Computes all tokens of a sequence in some columns of a head.
   template <int kVectors>
   void run_columns(int64_t sequence, int64_t head, int64_t first, float* local) const {
-    const int64_t begin = step_.first_tokens[sequence], end = step_.first_tokens[sequence + 1];
-    const int64_t source = step_.sources[sequence];
+    const int64_t begin = step_.states.first_tokens[sequence], end = step_.states.first_tokens[sequence + 1];
+    const int64_t source = step_.states.sources[sequence];
     const Columns before = source < 0 ? Columns{nullptr, 0} : columns(source, head, first);
-    const Columns after = columns(step_.targets[sequence], head, first);
-    int64_t snapshot = step_.first_snapshots[sequence];
-    const int64_t stop_snapshot = step_.first_snapshots[sequence + 1];
+    const Columns after = columns(step_.states.targets[sequence], head, first);
+    int64_t snapshot = step_.states.first_snapshots[sequence];
+    const int64_t stop_snapshot = step_.states.first_snapshots[sequence + 1];
     HeadToken now = token(begin, head, first);
     Floats found[kVectors];
     look_up<kVectors>(now, before, found);
@@ -224,8 +215,9 @@ class DeltaRun {
       } else {
         change<kVectors, true, false>(now, nullptr, here, here, found);
       }
-      for (; snapshot < stop_snapshot && step_.snapshot_tokens[snapshot] == t + 1 - begin; ++snapshot) {
-        copy_columns(here, columns(step_.snapshot_states[snapshot], head, first), step_.key_dim, kVectors * kLanes);
+      for (; snapshot < stop_snapshot && step_.states.snapshot_tokens[snapshot] == t + 1 - begin; ++snapshot) {
+        const Columns to = columns(step_.states.snapshot_states[snapshot], head, first);
+        copy_columns(here, to, step_.key_dim, kVectors * kLanes);
       }
     }
     copy_columns(here, after, step_.key_dim, kVectors * kLanes);

@@ -14,12 +14,14 @@
 #include "aligned.h"
 #include "lanes.h"
 #include "state_columns.h"
+#include "state_step.h"
 #include "window_inputs.h"
 
 namespace lookonce {
 
 // The structure below has the same fields in native_mamba2.py. Channels are those of all values, keys and queries.
 struct ScanStep {
+  StateStep states;
   const void* mixed;               // [num_tokens, num_channels] Inputs of the convolution, rows of `mixed_stride`.
   const void* time_steps;          // [num_tokens, num_heads] Time steps in front of softplus, rows of `steps_stride`.
   const void* gates;               // [num_tokens, num_heads, head_dim] Gates of outputs, tokens of `gates_stride`.
@@ -30,15 +32,8 @@ struct ScanStep {
   const float* skips;              // [num_heads] D
   const float* step_bias;          // [num_heads] Added to time steps.
   float* matrices;                 // [num_states, num_heads, state_size, head_dim]
-  const int64_t* sources;          // State that each sequence begins with; negative: zeros.
-  const int64_t* targets;          // State that each sequence leaves.
-  const int64_t* first_tokens;     // [num_sequences + 1] First token of each sequence, and the end.
-  const int64_t* first_snapshots;  // [num_sequences + 1] First snapshot of each sequence, and the end.
-  const int64_t* snapshot_tokens;  // New tokens of the sequence that a snapshot has seen, ascending in a sequence.
-  const int64_t* snapshot_states;  // State that the snapshot is copied to.
   void* left_windows;  // [num_sequences + num_snapshots, window, num_channels] Last inputs of sequences and snapshots.
   float* output;       // [num_tokens, num_heads, head_dim]
-  int64_t num_sequences;
   int64_t num_groups;  // Each has a key and a query for num_heads / num_groups heads in a row.
   int64_t num_heads;
   int64_t state_size;
@@ -135,11 +130,10 @@ class ScanRun {
   using Element = typename Type::Element;
 
   explicit ScanRun(const ScanStep& step)
-      : step_(step), num_tokens_(step.first_tokens[step.num_sequences]), keys_size_(step.num_groups * step.state_size),
+      : step_(step), num_tokens_(step.states.num_tokens()), keys_size_(step.num_groups * step.state_size),
         values_size_(step.num_heads * step.head_dim), num_channels_(2 * keys_size_ + values_size_),
-        inputs_{step.mixed, step.windows, step.left_windows, step.filter, step.bias, step.first_tokens,
-                step.first_snapshots, step.snapshot_tokens, step.num_sequences, num_channels_, step.window,
-                step.mixed_stride} {
+        inputs_{step.states, step.mixed, step.windows, step.left_windows, step.filter, step.bias, num_channels_,
+                step.window, step.mixed_stride} {
     // Kept for later layers and steps: new memory would be cleared by the system first.
     static thread_local AlignedVector<float> memory;
     const size_t size = num_tokens_ * (num_channels_ + 2 * step.num_heads);
@@ -147,15 +141,12 @@ class ScanRun {
     convolved_ = memory.data();
     time_steps_ = convolved_ + num_tokens_ * num_channels_;
     kept_ = time_steps_ + num_tokens_ * step.num_heads;
-    sequences_.resize(num_tokens_);
-    for (int64_t s = 0; s < step.num_sequences; ++s) {
-      std::fill(sequences_.begin() + step.first_tokens[s], sequences_.begin() + step.first_tokens[s + 1], s);
-    }
+    sequences_ = step.states.token_sequences();
   }
 
   void run(int64_t num_threads) {
     const int64_t num_blocks = (step_.head_dim + kItemColumns - 1) / kItemColumns;
-    const int64_t num_items = step_.num_sequences * step_.num_heads * num_blocks;
+    const int64_t num_items = step_.states.num_sequences * step_.num_heads * num_blocks;
 #pragma omp parallel num_threads(num_threads) if (num_items > 1)
     {
       AlignedVector<float> local(step_.state_size * kChunkVectors * kLanes), row(num_channels_);
@@ -163,7 +154,7 @@ class ScanRun {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t token = 0; token < num_tokens_; ++token) prepare(token, row.data());
 #pragma omp for schedule(dynamic, 1) nowait
-      for (int64_t sequence = 0; sequence < step_.num_sequences; ++sequence) inputs_.leave_windows(sequence);
+      for (int64_t sequence = 0; sequence < step_.states.num_sequences; ++sequence) inputs_.leave_windows(sequence);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t item = 0; item < num_items; ++item) {
         const int64_t first = item % num_blocks * kItemColumns, number = item / num_blocks;
@@ -176,7 +167,7 @@ class ScanRun {
   // Writes what a token brings to each head. `row` is the caller's memory for all channels.
   void prepare(int64_t token, float* row) {
     const int64_t sequence = sequences_[token];
-    inputs_.convolve(sequence, token - step_.first_tokens[sequence], row);
+    inputs_.convolve(sequence, token - step_.states.first_tokens[sequence], row);
     for (int64_t head = 0; head < step_.num_heads; ++head, row += step_.head_dim) {
       std::copy(row, row + step_.head_dim, values(token, head));
     }
@@ -233,9 +224,9 @@ class ScanRun {
 
   // Computes all tokens of a sequence in an item's columns of a head.
   void run_item(int64_t sequence, int64_t head, int64_t first, float* local) const {
-    const int64_t begin = step_.first_tokens[sequence], end = step_.first_tokens[sequence + 1];
+    const int64_t begin = step_.states.first_tokens[sequence], end = step_.states.first_tokens[sequence + 1];
     if (begin == end) return;
-    const bool has_snapshots = step_.first_snapshots[sequence] < step_.first_snapshots[sequence + 1];
+    const bool has_snapshots = step_.states.first_snapshots[sequence] < step_.states.first_snapshots[sequence + 1];
     const int64_t stop = std::min(first + kItemColumns, step_.head_dim);
     if (end - begin == 1 && !has_snapshots) {
       for (; first + kStepVectors * kLanes <= stop; first += kStepVectors * kLanes) {
@@ -252,9 +243,9 @@ class ScanRun {
 
   template <int kVectors>
   void run_token(int64_t sequence, int64_t head, int64_t first) const {
-    const HeadToken one = token(step_.first_tokens[sequence], head, first);
-    const Columns after = columns(step_.targets[sequence], head, first);
-    const int64_t source = step_.sources[sequence];
+    const HeadToken one = token(step_.states.first_tokens[sequence], head, first);
+    const Columns after = columns(step_.states.targets[sequence], head, first);
+    const int64_t source = step_.states.sources[sequence];
     if (source < 0) {
       change<kVectors, 1, false>(&one, step_.state_size, after, after);
     } else {
@@ -265,14 +256,14 @@ class ScanRun {
   template <int kVectors>
   void run_chunk(int64_t sequence, int64_t head, int64_t first, float* local) const {
     constexpr int64_t kColumns = kVectors * kLanes;
-    const int64_t begin = step_.first_tokens[sequence], end = step_.first_tokens[sequence + 1];
-    const int64_t source = step_.sources[sequence], size = step_.state_size;
+    const int64_t begin = step_.states.first_tokens[sequence], end = step_.states.first_tokens[sequence + 1];
+    const int64_t source = step_.states.sources[sequence], size = step_.state_size;
     const Columns here{local, kColumns};
     copy_columns(source < 0 ? Columns{nullptr, 0} : columns(source, head, first), here, size, kColumns);
-    int64_t snapshot = step_.first_snapshots[sequence];
-    const int64_t stop_snapshot = step_.first_snapshots[sequence + 1];
+    int64_t snapshot = step_.states.first_snapshots[sequence];
+    const int64_t stop_snapshot = step_.states.first_snapshots[sequence + 1];
     for (int64_t t = begin; t < end;) {
-      const int64_t stop = snapshot < stop_snapshot ? begin + step_.snapshot_tokens[snapshot] : end;
+      const int64_t stop = snapshot < stop_snapshot ? begin + step_.states.snapshot_tokens[snapshot] : end;
       HeadToken some[kChunkTokens];
       for (; t + kChunkTokens <= stop; t += kChunkTokens) {
         for (int i = 0; i < kChunkTokens; ++i) some[i] = token(t + i, head, first);
@@ -282,11 +273,11 @@ class ScanRun {
         some[0] = token(t, head, first);
         change<kVectors, 1, true>(some, size, here, here);
       }
-      for (; snapshot < stop_snapshot && begin + step_.snapshot_tokens[snapshot] == t; ++snapshot) {
-        copy_columns(here, columns(step_.snapshot_states[snapshot], head, first), size, kColumns);
+      for (; snapshot < stop_snapshot && begin + step_.states.snapshot_tokens[snapshot] == t; ++snapshot) {
+        copy_columns(here, columns(step_.states.snapshot_states[snapshot], head, first), size, kColumns);
       }
     }
-    copy_columns(here, columns(step_.targets[sequence], head, first), size, kColumns);
+    copy_columns(here, columns(step_.states.targets[sequence], head, first), size, kColumns);
   }
 
   const ScanStep& step_;

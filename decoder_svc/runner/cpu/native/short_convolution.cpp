@@ -11,23 +11,18 @@
 #include <cstdint>
 
 #include "lanes.h"
+#include "state_step.h"
 
 namespace lookonce {
 
 // The structure below has the same fields in native_convolution.py.
 struct ShortConvolution {
+  StateStep states;
   const void* mixed;               // [num_tokens, 3, num_channels] First gates, second gates, values.
   void* windows;                   // [num_states, num_channels, window] Last inputs, the oldest first.
   const float* filter;             // [window + 1, num_channels]
   const float* bias;               // [num_channels], or null.
   void* output;                    // [num_tokens, num_channels]
-  const int64_t* sources;          // State that each sequence begins with; negative: zeros.
-  const int64_t* targets;          // State that each sequence leaves.
-  const int64_t* first_tokens;     // [num_sequences + 1] First token of each sequence, and the end.
-  const int64_t* first_snapshots;  // [num_sequences + 1] First snapshot of each sequence, and the end.
-  const int64_t* snapshot_tokens;  // New tokens of the sequence that a snapshot has seen, ascending in a sequence.
-  const int64_t* snapshot_states;  // State that the snapshot is copied to.
-  int64_t num_sequences;
   int64_t num_channels;  // A multiple of 16.
   int64_t window;        // At most kMostKept.
 };
@@ -44,7 +39,7 @@ class ConvolutionRun {
   explicit ConvolutionRun(const ShortConvolution& step) : step_(step) {}
 
   void run(int64_t num_threads) const {
-    const int64_t num_blocks = step_.num_channels / kLanes, num_items = step_.num_sequences * num_blocks;
+    const int64_t num_blocks = step_.num_channels / kLanes, num_items = step_.states.num_sequences * num_blocks;
     // An item of a single token takes less time than a thread takes to fetch it.
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_items > 1)
     for (int64_t item = 0; item < num_items; ++item) {
@@ -56,16 +51,16 @@ class ConvolutionRun {
   // Computes all tokens of a sequence in sixteen channels.
   void compute(int64_t sequence, int64_t channel) const {
     const int64_t kept = step_.window, num_channels = step_.num_channels;
-    const int64_t begin = step_.first_tokens[sequence], end = step_.first_tokens[sequence + 1];
+    const int64_t begin = step_.states.first_tokens[sequence], end = step_.states.first_tokens[sequence + 1];
     if (begin == end) return;
     Floats inputs[kMostKept + 1], factors[kMostKept + 1];
-    read_window(step_.sources[sequence], channel, inputs);
+    read_window(step_.states.sources[sequence], channel, inputs);
     for (int64_t j = 0; j <= kept; ++j) factors[j] = load_floats(step_.filter + j * num_channels + channel);
     const Floats bias = step_.bias == nullptr ? Floats(0.0f) : load_floats(step_.bias + channel);
     const Element* mixed = static_cast<const Element*>(step_.mixed) + begin * 3 * num_channels + channel;
     Element* output = static_cast<Element*>(step_.output) + begin * num_channels + channel;
-    int64_t snapshot = step_.first_snapshots[sequence];
-    const int64_t stop_snapshot = step_.first_snapshots[sequence + 1];
+    int64_t snapshot = step_.states.first_snapshots[sequence];
+    const int64_t stop_snapshot = step_.states.first_snapshots[sequence + 1];
     for (int64_t token = begin; token < end; ++token, mixed += 3 * num_channels, output += num_channels) {
       inputs[kept] = rounded_to_type(Type::load(mixed) * Type::load(mixed + 2 * num_channels));
       Floats sums = inputs[0] * factors[0];
@@ -73,11 +68,11 @@ class ConvolutionRun {
       if (step_.bias != nullptr) sums += bias;
       Type::store(output, rounded_to_type(sums) * Type::load(mixed + num_channels));
       for (int64_t j = 0; j < kept; ++j) inputs[j] = inputs[j + 1];
-      for (; snapshot < stop_snapshot && step_.snapshot_tokens[snapshot] == token + 1 - begin; ++snapshot) {
-        write_window(step_.snapshot_states[snapshot], channel, inputs);
+      for (; snapshot < stop_snapshot && step_.states.snapshot_tokens[snapshot] == token + 1 - begin; ++snapshot) {
+        write_window(step_.states.snapshot_states[snapshot], channel, inputs);
       }
     }
-    write_window(step_.targets[sequence], channel, inputs);
+    write_window(step_.states.targets[sequence], channel, inputs);
   }
 
   static Floats rounded_to_type(const Floats& value) {

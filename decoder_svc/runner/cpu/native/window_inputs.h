@@ -8,6 +8,7 @@
 
 #include "activation.h"
 #include "lanes.h"
+#include "state_step.h"
 
 namespace lookonce {
 
@@ -15,22 +16,19 @@ template <typename Type>
 struct WindowInputs {
   using Element = typename Type::Element;
 
+  const StateStep& states;
   const void* mixed;       // [num_tokens, num_channels], rows of `stride` elements.
   const void* windows;     // [num_sequences, window, num_channels] Inputs before each sequence's first token.
   void* left_windows;      // [num_sequences + num_snapshots, window, num_channels] Last inputs of each.
   const float* filter;     // [window + 1, num_channels]
   const float* bias;       // [num_channels], or null.
-  const int64_t* first_tokens;     // [num_sequences + 1] First token of each sequence, and the end.
-  const int64_t* first_snapshots;  // [num_sequences + 1] First snapshot of each sequence, and the end.
-  const int64_t* snapshot_tokens;  // New tokens of the sequence that a snapshot has seen.
-  int64_t num_sequences;
   int64_t num_channels;
   int64_t window;
   int64_t stride;
 
   // Returns the inputs of a token of a sequence, counted from its first new one; negative: of earlier ones.
   const Element* inputs(int64_t sequence, int64_t position) const {
-    if (position >= 0) return static_cast<const Element*>(mixed) + (first_tokens[sequence] + position) * stride;
+    if (position >= 0) return static_cast<const Element*>(mixed) + (states.first_tokens[sequence] + position) * stride;
     return static_cast<const Element*>(windows) + (sequence * window + window + position) * num_channels;
   }
 
@@ -64,9 +62,9 @@ struct WindowInputs {
 
   // Copies the last inputs of a sequence, and those of its snapshots.
   void leave_windows(int64_t sequence) const {
-    leave_window(sequence, first_tokens[sequence + 1] - first_tokens[sequence], sequence);
-    for (int64_t i = first_snapshots[sequence]; i < first_snapshots[sequence + 1]; ++i) {
-      leave_window(sequence, snapshot_tokens[i], num_sequences + i);
+    leave_window(sequence, states.first_tokens[sequence + 1] - states.first_tokens[sequence], sequence);
+    for (int64_t i = states.first_snapshots[sequence]; i < states.first_snapshots[sequence + 1]; ++i) {
+      leave_window(sequence, states.snapshot_tokens[i], states.num_sequences + i);
     }
   }
 
