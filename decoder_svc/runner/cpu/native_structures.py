@@ -14,7 +14,7 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class NativeStateStep(ctypes.Structure):
-    """StateStep of native/state_step.h."""
+    """The arrays of a step's states: StateStep in native/state_step.h."""
 
     _fields_ = (
         ("sources", _POINTER),
