@@ -80,7 +80,6 @@ def threads_of_rank(settings: DecoderSettings) -> int | None:
 def _check(settings: DecoderSettings, device: DeviceChoice) -> None:
     refused = {
         f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
-        "with --quantize": settings.quantize != "none",
         "with adapters": bool(settings.adapters or settings.adapters_folder),
         "on this operating system": not hasattr(select, "POLLRDHUP"),
     }

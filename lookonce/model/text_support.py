@@ -62,6 +62,8 @@ _TEMPERATURE_FIELDS = ("llama_4_scaling_beta", "original_max_position_embeddings
 POSITIONS = "max_position_embeddings"
 _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
+# Numbers of heads, each with that of the heads of keys that groups of them share.
+_GROUPED_HEADS = {"num_attention_heads": "num_key_value_heads", "linear_num_value_heads": "linear_num_key_heads"}
 # Text models whose layers may have two shapes of heads, share keys and values, and take per-layer inputs. Each belongs
 # to one type of whole models, whose family knows which tokens layers look up.
 _SHARING_MODEL_TYPES = {
@@ -166,7 +168,7 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
             f"the text model ({text.model_type}) lets tokens see later tokens (bidirectional attention), "
             f"which is not served; {_ADVICE}"
         )
-    for check in (_composition, _unserved_field, _layers, _rope, _heads, _latent, _bounds, _window):
+    for check in (_composition, _unserved_field, _layers, _rope, _heads, _latent, _groups_of_heads, _bounds, _window):
         reason: str | None = check(config, text)
         if reason is not None:
             return f"the text model ({text.model_type}) has {reason}"
@@ -250,6 +252,20 @@ def _heads(_config: Any, text: Any) -> str | None:
                 f"no {name} in its configuration, which sizes the KV cache, so text models of type "
                 f"{text.model_type!r} are not served; use a model with another text model, such as llama or qwen2"
             )
+    return None
+
+
+def _groups_of_heads(_config: Any, text: Any) -> str | None:
+    own = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    for sizes in own.values() if isinstance(own, Mapping) else own:
+        for name, of_keys in _GROUPED_HEADS.items():
+            heads, key_heads = getattr(sizes, name, None), getattr(sizes, of_keys, None)
+            # Kernels give each group of heads a head of keys, and would not compute the rest.
+            if heads is not None and key_heads is not None and (key_heads < 1 or heads % key_heads):
+                return (
+                    f"{name} = {heads}, which {of_keys} = {key_heads} does not divide; use the config.json that belongs "
+                    "to the weights"
+                )
     return None
 
 

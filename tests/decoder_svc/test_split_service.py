@@ -78,7 +78,6 @@ async def test_answers_are_those_of_one_process(settings: dict[str, Any]) -> Non
     ("settings", "reason"),
     [
         ({"engine": "thread"}, "needs an engine process"),
-        ({"quantize": "int8"}, "not offered with --quantize"),
         ({"adapters": "one=/nowhere"}, "not offered with adapters"),
         ({"tensor_parallel_size": 3}, "num_attention_heads is 4, which 3 does not divide"),
         # It would take minutes to start so many first.
@@ -92,6 +91,14 @@ async def test_what_cannot_be_split_is_refused(
     with pytest.raises(ConfigurationError, match=reason):
         async with running_decoder(model_folder("llava_clip"), **{**SPLIT, **settings}):
             pass
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+async def test_weights_that_are_rounded_while_loading_are_split(quantize: str) -> None:
+    async with running_decoder(DEMO_MODEL, dtype="float32", quantize=quantize) as decoder:
+        expected = await answers(decoder)
+    async with running_decoder(DEMO_MODEL, **SPLIT, quantize=quantize) as decoder:
+        assert tokens(await answers(decoder)) == tokens(expected)
 
 
 async def test_a_quantized_folder_is_split(tmp_path: pathlib.Path) -> None:

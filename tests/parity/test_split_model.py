@@ -25,6 +25,7 @@ from lookonce.errors import ConfigurationError
 from lookonce.model.kernels.native_linear import NativeLinear
 from lookonce.model.kernels.quantized_layers import has_quantized_layers
 from tests import tiny_models
+from tests.decoder_svc.rounded_weights import round_weights
 from tests.decoder_svc.runner.cpu.loaded_runner import load
 from tests.parity import families, offline
 from tests.quantized_folders import FORMS, store_quantized
@@ -149,6 +150,18 @@ def test_quantized_layers_are_split(
         assert has_codes == FORMS[form].keeps_codes
         has_experts = any(isinstance(module, NativeExperts) for module in model.runner.get_model().modules())
         assert has_experts == ("moe" in name or name == "llama4")
+        check_answers(family, model)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llava_clip", 8), ("qwen3_5", 4), ("qwen3_vl_moe", 4), ("aria", 8)])
+def test_layers_that_are_rounded_while_loading_are_split(name: str, bits: int, tmp_path: pathlib.Path) -> None:
+    whole, rounded = (FAMILIES[name].build(tmp_path / one) for one in ("whole", "rounded"))
+    round_weights(rounded, bits)
+    expected = families.build(FAMILIES[name], rounded, 6)
+    runner = load(whole, torch.float32)
+    runner = CPUModelRunner(replace(runner.config, quantize_bits=bits), runner.family)
+    family = replace(expected, offline=replace(expected.offline, runner=runner))
+    with split(family, 2, must_not_be_lost) as (model, _):
         check_answers(family, model)
 
 

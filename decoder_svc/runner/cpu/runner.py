@@ -81,6 +81,10 @@ class CPUModelRunner(ModelRunnerBase):
 
     def _split(self, ranks: RankGroup) -> None:
         """Leaves this rank's part of the model: transformers' modules, with our linear layers and experts."""
+        if self.config.quantize_bits is not None:
+            text_model = getattr(self.model.model, text_child(self.model))
+            # This rank's part of a layer is cut out of the codes of the whole layer.
+            quantize_linears(self.model, text_model, self.config.quantize_bits, is_lazy=True)
         self.num_kv_heads = split_model(self.model, ranks)
         self._choose_backend()
         has_codes = has_quantized_layers(self.model)

@@ -34,6 +34,8 @@ class RankConfig(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     use_graphs: bool
     rounds_kv_cache: bool
+    # Bits to which weights are rounded while they are loaded; None: they are not.
+    quantize_bits: int | None
 
 
 class Start(msgspec.Struct, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lookonce.model.kernels.activation import Activation, activation_of
-from lookonce.model.kernels.quantized_weight import QuantizedWeight, Weight, quantized, whole
+from lookonce.model.kernels.quantized_weight import Weight, quantized, whole
 
 # The weights of an expert: those of gates and of the values that they gate [mlp, hidden], and the last [hidden, mlp].
 Expert = tuple[tuple[Weight, Weight], Weight]
@@ -56,12 +56,6 @@ class QuantizedExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyp
             output.index_add_(0, tokens, results.to(output.dtype))
         return output
 
-    def quantized_weights(self) -> Iterator[QuantizedWeight]:
-        """Yields all weights that are codes."""
-        for number in range(self.weights.num_experts):
-            gate_and_up, down = self.weights.read(number)
-            yield from (part for part in (*gate_and_up, down) if isinstance(part, QuantizedWeight))
-
     def plain(self) -> Any:
         """Returns the replaced module with whole weights."""
         (module,) = self._plain
@@ -104,18 +98,23 @@ def experts_of(module: Any) -> ExpertWeights | None:
     return ExpertWeights(num_experts, hidden_size, mlp_size, down.dtype, activation, read)
 
 
-def quantized_experts(module: Any, bits: int) -> QuantizedExperts | None:
+def quantized_experts(module: Any, bits: int, *, is_lazy: bool = False) -> QuantizedExperts | None:
     """Rounds the weights of all experts to 4 or 8 bits, as `quantized` does, and releases them.
 
-    Returns None for a module that `experts_of` does not know, or with an odd size.
+    With `is_lazy`, the weights stay, and those of an expert are rounded whenever it is read. Returns None for a module
+    that `experts_of` does not know, or with an odd size.
     """
     weights = experts_of(module)
     if weights is None or weights.hidden_size % 2 or weights.mlp_size % 2:
         return None
-    experts = []
-    for number in range(weights.num_experts):
+
+    def read(number: int) -> Expert:
         (gate, up), down = weights.read(number)
-        experts.append(((quantized(gate, bits), quantized(up, bits)), quantized(down, bits)))
+        return (quantized(whole(gate), bits), quantized(whole(up), bits)), quantized(whole(down), bits)
+
+    if is_lazy:
+        return QuantizedExperts(replace(weights, read=read), module)
+    experts = [read(number) for number in range(weights.num_experts)]
     for name in ("gate_up_proj", "down_proj"):
         setattr(module, name, None)
     return QuantizedExperts(replace(weights, read=experts.__getitem__), module)

@@ -11,7 +11,7 @@ from lookonce.errors import ConfigurationError
 from lookonce.logs import get_logger
 from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.quantized_experts import QuantizedExperts, experts_of, quantized_experts
-from lookonce.model.kernels.quantized_weight import QuantizedLinear, QuantizedWeight, quantized
+from lookonce.model.kernels.quantized_weight import GROUP_INPUTS, QuantizedLinear, RoundedWeight, quantized
 
 # Layers that choose experts are small, and a wrong choice costs more than a rounded weight. Those that mix the hidden
 # states of Gemma 3n (AltUp) have a few numbers, of which each counts for all of a token's.
@@ -23,12 +23,13 @@ _HEAD_BITS = 8
 _log = get_logger(__name__)
 
 
-def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
+def quantize_linears(model: Any, text_model: Any, bits: int, *, is_lazy: bool = False) -> None:
     """Replaces linear layers and experts in place by those with weights of 4 or 8 bits, one by one.
 
     These are the layers of the text model, and the head of `model`, which always gets 8 bits. The embedding table and
-    norms stay. Raises ConfigurationError for a model with experts of another kind than our kernel computes, or one that
-    is stored quantized.
+    norms stay. With `is_lazy`, weights stay whole, and each is rounded whenever somebody takes it. Raises
+    ConfigurationError for a model with experts of another kind than our kernel computes, or one that is stored
+    quantized.
     """
     if has_quantized_layers(model):
         raise ConfigurationError("quantize is not offered for a folder whose weights are quantized; leave it out")
@@ -54,21 +55,24 @@ def quantize_linears(model: Any, text_model: Any, bits: int) -> None:
     with torch.inference_mode():
         for parent, name, own_bits in found:
             linear = getattr(parent, name)
-            weight = quantized(linear.weight, own_bits)
+            weight = linear.weight.detach()
             bias = None if linear.bias is None else linear.bias.detach().clone()
-            setattr(parent, name, QuantizedLinear(weight, bias))
+            rounded = RoundedWeight(weight, own_bits) if is_lazy else quantized(weight, own_bits)
+            setattr(parent, name, QuantizedLinear(rounded, bias))
             num_bytes_before += linear.weight.nbytes
-            num_bytes += _kernel_bytes(weight)
+            num_bytes += _kernel_bytes(linear.out_features, linear.in_features, own_bits)
             progress.add(linear.weight.nbytes)
         for parent, name in mixtures:
             before = sum(parameter.nbytes for parameter in getattr(parent, name).parameters(recurse=False))
-            experts = quantized_experts(getattr(parent, name), bits)
+            experts = quantized_experts(getattr(parent, name), bits, is_lazy=is_lazy)
             if experts is None:
                 continue
             setattr(parent, name, experts)
             num_mixtures += 1
             num_bytes_before += before
-            num_bytes += sum(_kernel_bytes(weight) for weight in experts.quantized_weights())
+            sizes = experts.weights
+            hidden, mlp = sizes.hidden_size, sizes.mlp_size
+            num_bytes += sizes.num_experts * (2 * _kernel_bytes(mlp, hidden, bits) + _kernel_bytes(hidden, mlp, bits))
     _log.info(
         "linear layers are quantized",
         bits=bits, num_layers=len(found), num_mixtures=num_mixtures, mib=num_bytes >> 20,
@@ -114,5 +118,6 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
     return linear
 
 
-def _kernel_bytes(weight: QuantizedWeight) -> int:
-    return int(weight.codes.numel() * weight.form.bits // 8 + weight.scales.nbytes + weight.offsets.nbytes)
+def _kernel_bytes(num_outputs: int, num_inputs: int, bits: int) -> int:
+    """Returns the bytes of codes, and of a scale and an offset in float32 for each group."""
+    return num_outputs * (num_inputs * bits // 8 + 8 * -(-num_inputs // GROUP_INPUTS))

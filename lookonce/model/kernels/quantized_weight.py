@@ -176,6 +176,33 @@ class WeightSource(Protocol):
         """Returns the weight as codes, computed anew."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    """A WeightSource that rounds a whole weight `[outputs, inputs]` whenever it is asked, as `quantized` does."""
+
+    weight: Tensor
+    bits: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """The numbers of outputs and of inputs."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the whole weight."""
+        return self.weight.dtype
+
+    @property
+    def stored(self) -> Iterable[Tensor]:
+        """The whole weight."""
+        return (self.weight,)
+
+    def quantized(self) -> QuantizedWeight:
+        """Returns the rounded weight."""
+        return quantized(self.weight, self.bits)
+
+
 class QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A linear layer with a quantized weight. It computes through PyTorch, slowly; the kernels take its place."""
 
