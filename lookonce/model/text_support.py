@@ -263,8 +263,8 @@ def _groups_of_heads(_config: Any, text: Any) -> str | None:
             # Kernels give each group of heads a head of keys, and would not compute the rest.
             if heads is not None and key_heads is not None and (key_heads < 1 or heads % key_heads):
                 return (
-                    f"{name} = {heads}, which {of_keys} = {key_heads} does not divide; use the config.json that belongs "
-                    "to the weights"
+                    f"{name} = {heads}, which {of_keys} = {key_heads} does not divide; use the config.json that "
+                    "belongs to the weights"
                 )
     return None
 
