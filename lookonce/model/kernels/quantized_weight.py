@@ -190,16 +190,16 @@ class RoundedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the whole weight."""
+        """The type of the weight that is rounded."""
         return self.weight.dtype
 
     @property
     def stored(self) -> Iterable[Tensor]:
-        """The whole weight."""
+        """The tensor that is rounded."""
         return (self.weight,)
 
     def quantized(self) -> QuantizedWeight:
-        """Returns the rounded weight."""
+        """Returns the weight as codes, computed anew."""
         return quantized(self.weight, self.bits)
 
 

@@ -147,8 +147,8 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
             "text_config.num_key_value_heads must be a number from 1 to",
         ),
         (
-            {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 2},
-            "num_attention_heads = 3, which num_key_value_heads = 2 does not divide",
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads = 4, which num_key_value_heads = 3 does not divide",
         ),
         (
             {"model_type": "qwen3_5_text", "linear_num_value_heads": 6, "linear_num_key_heads": 4},
