@@ -79,7 +79,7 @@ def main(given: Sequence[str] | None = None) -> None:
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     if arguments.quick:
-        arguments.rounds, arguments.experts, arguments.tokens, arguments.dtypes = 1, 8, [3], ["float32"]
+        arguments.rounds, arguments.experts, arguments.tokens, arguments.dtypes = 1, 2, [3], ["float32"]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     with torch.inference_mode():
         cells = [
@@ -90,7 +90,8 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def _cells(model: str, dtype: str, arguments: argparse.Namespace) -> list[Cell]:
-    sizes = replace(_SIZES[model], num_experts=arguments.experts or _SIZES[model].num_experts)
+    sizes = _SIZES[model]
+    sizes = replace(sizes, num_experts=max(sizes.num_chosen, arguments.experts or sizes.num_experts))
     layers = _LAYERS[model](sizes, _DTYPES[dtype])
     cells = []
     for num_tokens in arguments.tokens:
