@@ -115,7 +115,7 @@ template <typename Type>
 class DeltaRun {
  public:
   explicit DeltaRun(const DeltaStep& step)
-      : step_(step), num_tokens_(step.states.num_tokens()),
+      : step_(step), num_tokens_(num_tokens(step.states)),
         key_size_(step.num_key_heads * step.key_dim),
         num_channels_(2 * key_size_ + step.num_value_heads * step.value_dim),
         num_blocks_((step.value_dim + kBlockColumns - 1) / kBlockColumns),
@@ -125,7 +125,7 @@ class DeltaRun {
     static thread_local AlignedVector<float> memory;
     if (memory.size() < static_cast<size_t>(num_tokens_ * num_channels_)) memory.resize(num_tokens_ * num_channels_);
     convolved_ = memory.data();
-    sequences_ = step.states.token_sequences();
+    sequences_ = token_sequences(step.states);
   }
 
   void run(int64_t num_threads) {

@@ -130,7 +130,7 @@ class ScanRun {
   using Element = typename Type::Element;
 
   explicit ScanRun(const ScanStep& step)
-      : step_(step), num_tokens_(step.states.num_tokens()), keys_size_(step.num_groups * step.state_size),
+      : step_(step), num_tokens_(num_tokens(step.states)), keys_size_(step.num_groups * step.state_size),
         values_size_(step.num_heads * step.head_dim), num_channels_(2 * keys_size_ + values_size_),
         inputs_{step.states, step.mixed, step.windows, step.left_windows, step.filter, step.bias, num_channels_,
                 step.window, step.mixed_stride} {
@@ -141,7 +141,7 @@ class ScanRun {
     convolved_ = memory.data();
     time_steps_ = convolved_ + num_tokens_ * num_channels_;
     kept_ = time_steps_ + num_tokens_ * step.num_heads;
-    sequences_ = step.states.token_sequences();
+    sequences_ = token_sequences(step.states);
   }
 
   void run(int64_t num_threads) {

@@ -17,17 +17,18 @@ struct StateStep {
   const int64_t* snapshot_tokens;  // New tokens of the sequence that a snapshot has seen, ascending in a sequence.
   const int64_t* snapshot_states;  // State that the snapshot is copied to.
   int64_t num_sequences;
-
-  int64_t num_tokens() const { return first_tokens[num_sequences]; }
-
-  // Returns the sequence of each token.
-  std::vector<int64_t> token_sequences() const {
-    std::vector<int64_t> found(num_tokens());
-    for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-      std::fill(found.begin() + first_tokens[sequence], found.begin() + first_tokens[sequence + 1], sequence);
-    }
-    return found;
-  }
 };
+
+// Returns the number of tokens of all sequences.
+inline int64_t num_tokens(const StateStep& step) { return step.first_tokens[step.num_sequences]; }
+
+// Returns the sequence of each token.
+inline std::vector<int64_t> token_sequences(const StateStep& step) {
+  std::vector<int64_t> found(num_tokens(step));
+  for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence) {
+    std::fill(found.begin() + step.first_tokens[sequence], found.begin() + step.first_tokens[sequence + 1], sequence);
+  }
+  return found;
+}
 
 }  // namespace lookonce

@@ -14,10 +14,10 @@ from decoder_svc.runner.cpu.native_structures import PHASES
 from lookonce.model.kernels import native_linear
 
 # Structures whose names differ, C++ to Python.
-NAMES = {"LayerOptions": "Options", "LowRank": "LowRankMatrices"}
+NAMES = {"LayerOptions": "Options", "LowRank": "LowRankMatrices", "StateStep": "NativeStateStep"}
 MIRRORED = (
     "BlockGroup", "Experts", "ExpertStep", "Heads", "LayerAdapter", "LayerOptions", "Linear", "LowRank", "Pools",
-    "Stack", "StackLayer", "StackStep", "Step", "StepAdapters",
+    "Stack", "StackLayer", "StackStep", "StateStep", "Step", "StepAdapters",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)

@@ -119,11 +119,16 @@ def test_mamba2_has_no_kernels_of_triton_so_operators_compute_and_no_step_is_rec
 
 @pytest.mark.parametrize("kernel", ["convolve", "_delta"])
 def test_kernels_with_other_results_are_not_used(
-    kernel: str, tiny_family: TinyFamily, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernel: str, tiny_family: TinyFamily, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_threads = torch.get_num_threads()
     family = tiny_family("qwen3_5").offline
-    with installed(triton_attention, triton_penalties, triton_recurrent), caplog.at_level(logging.WARNING):
+    with (
+        installed(triton_attention, triton_penalties, triton_recurrent),
+        caplog.at_level(logging.WARNING),
+        # Undone before the simulated device puts the real kernels back.
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
         if kernel == "convolve":
             right = triton_recurrent.convolve
             monkeypatch.setattr(triton_recurrent, "convolve", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
