@@ -54,7 +54,6 @@ from lookonce.model.adapter_folder import open_adapters
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import CONFIGURATION_FAULTS
-from lookonce.model.text_support import POSITIONS, longest_sequence
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -262,17 +261,12 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
 
 def _context_tokens(settings: DecoderSettings, text: Any) -> int:
     """Returns the longest prompt plus answer. Raises ModelFolderError if the model has no room for either."""
-    longest, field = longest_sequence(text)
+    longest: int = text.max_position_embeddings
     if longest < _LEAST_CONTEXT:
         raise ModelFolderError(
-            f"config.json: {field} is {getattr(text, field)}, which leaves no room for a prompt and an answer; use the "
-            "config.json that belongs to the weights"
+            f"config.json: max_position_embeddings is {longest}, which leaves no room for a prompt and an answer; use "
+            "the config.json that belongs to the weights"
         )
-    if field != POSITIONS:
-        logger.warning(
-            "requests are limited to %d tokens of %d positions, by %s in config.json: longer ones would not be exact",
-            longest, text.max_position_embeddings, field,
-        )  # fmt: skip
     wanted = settings.max_context_tokens or longest
     if wanted > longest:
         logger.warning("max_context_tokens is %d, and the model has %d positions, which are the limit", wanted, longest)

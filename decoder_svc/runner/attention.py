@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from decoder_svc.runner.kv_cache_spec import KVCacheSpec
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layer_window
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.state_step import StateStep
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import StateUse
+from decoder_svc.scheduling.window import Window
 from lookonce.model.structure.latent_attention import latent_projection
+from lookonce.model.structure.query_temperature import query_temperature
 
 PAGED_ATTENTION = "lookonce_paged"
 
@@ -69,8 +71,8 @@ class LayerOptions:
 
     # Factor of the products of queries and keys.
     scale: float
-    # Number of keys that a token sees, itself included; None: all before it.
-    window: int | None = None
+    # The earlier tokens that a token sees; None: all of them.
+    window: Window | None = None
     # Bound of the scores: softcap · tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2). None: no bound.
     softcap: float | None = None
     # Whether tokens see no later ones in this layer, even inside a mutual span.
@@ -131,7 +133,7 @@ class SdpaBackend:
     def __init__(self) -> None:
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._sliding_layers: frozenset[int] = frozenset()
-        self._window: int | None = None
+        self._window: Window | None = None
         # Layers without keys and values of their own.
         self._reading_layers: frozenset[int] = frozenset()
 
@@ -253,19 +255,21 @@ def _visible_keys(
     """
     window, query_len = options.window, metadata.query_lens[index]
     spans = () if options.is_causal else metadata.mutual_spans[index]
-    num_keys = metadata.kv_lens[index] - first_key
-    has_window = window is not None and window < num_keys
+    kv_len = metadata.kv_lens[index]
+    num_keys = kv_len - first_key
+    # The last chunk may begin anywhere among the keys.
+    has_window = window is not None and window.size < (kv_len if window.is_chunked else num_keys)
     if not spans and not has_window and query_len in (1, num_keys):
         return None
-    first_query = metadata.kv_lens[index] - query_len
+    first_query = kv_len - query_len
     visible = _causal_mask(query_len, num_keys, device)
     if has_window and metadata.is_mutual_beyond_window:
-        visible &= _window_mask(query_len, num_keys, window, device)
+        visible &= _window_mask(first_query, query_len, first_key, num_keys, window, device)
     for span in spans:
         queries = slice(max(0, span.offset - first_query), span.stop - first_query)
         visible[queries, max(0, span.offset - first_key) : span.stop - first_key] = True
     if has_window and not metadata.is_mutual_beyond_window:
-        visible &= _window_mask(query_len, num_keys, window, device)
+        visible &= _window_mask(first_query, query_len, first_key, num_keys, window, device)
     return visible
 
 
@@ -274,10 +278,14 @@ def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor:
     return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril_(kv_len - query_len)
 
 
-def _window_mask(query_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns a mask `[query_len, kv_len]` that is true from `window` - 1 tokens back onwards."""
+def _window_mask(
+    first_query: int, num_queries: int, first_key: int, num_keys: int, window: Window | None, device: torch.device
+) -> Tensor:
+    """Returns a mask `[num_queries, num_keys]` that is true from the first key that a query sees onwards."""
     assert window is not None, "called for a layer without a window"
-    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).triu_(kv_len - query_len - window + 1)
+    queries = torch.arange(first_query, first_query + num_queries, device=device)
+    firsts = queries // window.size * window.size if window.is_chunked else queries - window.size + 1
+    return torch.arange(first_key, first_key + num_keys, device=device) >= firsts[:, None]
 
 
 # Per thread: each engine runs its steps on its own thread.
@@ -307,7 +315,8 @@ def continue_with(metadata: AttentionMetadata) -> None:
 
 def _paged_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    token_positions: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: takes `[1, heads, T, D]`, returns `[1, T, heads, D]`."""
     if s_aux is not None:
@@ -315,6 +324,9 @@ def _paged_attention(
     backend, metadata = current_step()
     # Gemma 4: the rows of an image see each other in layers with a window alone.
     is_causal = sliding_window is None and getattr(module.config, "use_bidirectional_attention", None) == "vision"
+    temperature = query_temperature(module)
+    if temperature is not None:
+        query = temperature(query, token_positions)
     latent = latent_projection(module)
     output = backend.forward(
         module.layer_idx,
@@ -322,9 +334,17 @@ def _paged_attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         metadata,
-        LayerOptions(scaling, sliding_window, softcap, is_causal),
+        LayerOptions(scaling, _window(module, sliding_window), softcap, is_causal),
     )
     return (output if latent is None else latent.values(output))[None], None
+
+
+def _window(module: Any, sliding_window: int | None) -> Window | None:
+    """Returns the window of an attention module's layer. Modules pass the size of a sliding window alone."""
+    if sliding_window is not None:
+        return Window(sliding_window)
+    has_chunks = getattr(module.config, "attention_chunk_size", None) is not None
+    return layer_window(module.config, module.layer_idx) if has_chunks else None
 
 
 def register_paged_attention() -> None:

@@ -30,7 +30,7 @@ from decoder_svc.runner.graphs.sparse_activations import fix_sparse_activations
 from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
-from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layers_with_window
+from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layer_window, layers_with_window
 from decoder_svc.runner.language_pass import LanguagePass, wraps_nothing
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
@@ -58,7 +58,6 @@ from lookonce.model.text_support import (
     head_shape,
     key_sources,
     layers_without_keys,
-    longest_sequence,
     recurrent_kinds,
 )
 from lookonce.model.weight_bytes import weight_bytes
@@ -241,7 +240,7 @@ class ModelRunnerBase(ABC):
             dtype=self.model.dtype,
             block_size=self.config.block_size,
             sliding_layers=sliding_layers,
-            window=text.sliding_window if sliding_layers else None,
+            window=layer_window(text, min(sliding_layers)) if sliding_layers else None,
             block_slots=self.backend.block_slots(self.config.block_size),
             keyless_layers=layers_without_keys(text),
             sliding_heads=head_shape(text, min(sliding_layers)) if sliding_layers and is_mixed else None,
@@ -332,7 +331,7 @@ class ModelRunnerBase(ABC):
     def _step_shape(self) -> StepShape:
         text = self.model.config.get_text_config()
         spec = self.get_kv_cache_spec()
-        longest = -(-longest_sequence(text)[0] // spec.block_size)
+        longest = -(-text.max_position_embeddings // spec.block_size)
         # Padding is a sequence as well, even in a pool of a few blocks: all its entries are the unread block.
         padding = -(-max(self.chunk_graph_sizes, default=1) // spec.block_size)
 

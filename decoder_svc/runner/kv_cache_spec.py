@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lookonce.model.text_support import HeadShape, recurrent_kinds
+from decoder_svc.scheduling.window import Window
+from lookonce.model.text_support import CHUNKED_TYPE, HeadShape, recurrent_kinds
 
 # Bytes of the scale of a rounded key or value.
 SCALE_BYTES = 4
@@ -27,8 +28,8 @@ class KVCacheSpec:
     block_size: int
     # Layers of the sliding group; empty when all layers are in the full group.
     sliding_layers: frozenset[int] = frozenset()
-    # Tokens that a sliding layer sees, the token itself included; None without a sliding group.
-    window: int | None = None
+    # The window of layers in the sliding group; None without such a group.
+    window: Window | None = None
     # Slots that one block takes in a pool; None: one per token.
     block_slots: int | None = None
     # Layers without keys and values: recurrent ones (runner/recurrent), and those that mix no tokens.
@@ -96,8 +97,20 @@ def layers_with_window(text: Any) -> frozenset[int]:
     The set is empty when all layers have a window or none has, and in models with recurrent layers: then all are in the
     full group, which keeps every token and applies the window as a mask.
     """
-    types = getattr(text, "layer_types", None) or []
-    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
     if recurrent_kinds(text):
         return frozenset()
-    return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()
+    local = frozenset(layer for layer in range(text.num_hidden_layers) if layer_window(text, layer) is not None)
+    return local if len(local) < text.num_hidden_layers else frozenset()
+
+
+def layer_window(text: Any, layer: int) -> Window | None:
+    """Returns the window of a layer of the type that has one; None for other layers.
+
+    Takes a text configuration of transformers. Layers without types may have a window, too.
+    """
+    types = getattr(text, "layer_types", None)
+    if types and types[layer] == CHUNKED_TYPE:
+        return Window(text.attention_chunk_size, is_chunked=True)
+    is_sliding = types and types[layer] == "sliding_attention"
+    size = getattr(text, "sliding_window", None) if is_sliding else None
+    return None if not size else Window(size)

@@ -19,6 +19,7 @@ from decoder_svc.scheduling.scheduler_output import (
     SlidingTable,
     StateUse,
 )
+from decoder_svc.scheduling.window import Window
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
@@ -62,7 +63,7 @@ def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
 def worst_case_step(
     worst: WorstCase,
     block_size: int,
-    window: int | None = None,
+    window: Window | None = None,
     mask: Mask = Mask.CAUSAL,
     *,
     has_states: bool = False,
@@ -126,12 +127,12 @@ def _admitted(
 
 
 def _chunk(
-    request: AdmittedRequest, start: int, num_tokens: int, num_drafts: int, block_size: int, window: int | None
+    request: AdmittedRequest, start: int, num_tokens: int, num_drafts: int, block_size: int, window: Window | None
 ) -> ScheduledChunk:
     num_blocks = -(-(start + num_tokens) // block_size)
     sliding = None
     if window is not None:
-        first = max(0, start - window + 1) // block_size
+        first = window.first_seen(start) // block_size
         sliding = SlidingTable(first, first, (0,) * (num_blocks - first))
     return ScheduledChunk(
         request.request_id,

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from decoder_svc.scheduling.window import Window
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.families.base import Mask
 from lookonce.image_file import ImageFile
@@ -122,14 +123,14 @@ class Prompt:
         if start < len(self.token_ids):
             yield from (span for span in self.mutual_spans if span.stop > start)
 
-    def first_seen(self, start: int, window: int) -> int:
+    def first_seen(self, start: int, window: Window) -> int:
         """Returns the first token that a layer with this window attends to when tokens from `start` on are computed.
 
-        `window` includes the attending token itself. A prompt with a fully bidirectional mask ignores the window.
+        A prompt with a fully bidirectional mask ignores the window.
         """
         if self.mask is Mask.PROMPT and start < len(self.token_ids):
             return 0
-        return max(0, start - window + 1)
+        return window.first_seen(start)
 
     @property
     def num_image_tokens(self) -> int:

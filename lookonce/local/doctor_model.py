@@ -27,12 +27,10 @@ from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.text_support import (
-    POSITIONS,
     RecurrentKind,
     head_shape,
     key_sources,
     layers_without_keys,
-    longest_sequence,
     recurrent_kinds,
 )
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
@@ -141,16 +139,7 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         state_bytes = sum(_state_bytes(text, kind, weights.dtype.itemsize) for kind in recurrent)
         others = f", and {_size(state_bytes)} per request and per snapshot of {len(recurrent)} recurrent layers"
     cache = Finding("KV cache", True, f"{block}, {many}{others}")
-    return [Finding("text half", True, _described(weights)), cache, *_longest(text)]
-
-
-def _longest(text: Any) -> list[Finding]:
-    """Returns how long requests may be, if another field than the number of positions limits them."""
-    longest, field = longest_sequence(text)
-    if field == POSITIONS:
-        return []
-    detail = f"{longest:,} tokens of {text.max_position_embeddings:,} positions, limited by {field} in config.json"
-    return [Finding("longest request", True, detail)]
+    return [Finding("text half", True, _described(weights)), cache]
 
 
 def _layers_with_keys(text: Any) -> list[int]:

@@ -31,6 +31,7 @@ from lookonce.model.structure.chosen_experts import choose_experts
 from lookonce.model.structure.fixed_embeddings import embedders, fix_embeddings
 from lookonce.model.structure.inner_model import inner_model, with_inner_model
 from lookonce.model.structure.latent_attention import absorb_latents
+from lookonce.model.structure.query_temperature import tune_by_position
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
@@ -63,20 +64,17 @@ def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
 def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str, *, keep_codes: bool = False) -> Any:
     """Loads the model with language model and head only; `attention` is a name registered with transformers.
 
-    Modules that embed tokens beside the language model become FixedEmbeddings. Latent attention gets its absorbed form,
-    unless `attention` is one of transformers' own.
+    Modules that embed tokens beside the language model become FixedEmbeddings. Unless `attention` is one of
+    transformers' own, latent attention gets its absorbed form, and temperature tuning the positions of tokens.
     `dtype` None means the checkpoint's. With `keep_codes`, linear layers that are stored quantized become
     QuantizedLinear; otherwise they get whole weights. Raises ModelFolderError if a wanted tensor is missing or has
     another shape.
     """
     model = _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"}, keep_codes)
-    for module in model.modules():
-        # Its factor is 1 in the sequences that are served (text_support.longest_sequence), but transformers computes it
-        # from places in the batch, where the decoder puts many sequences one after another.
-        if getattr(module, "attn_temperature_tuning", False):
-            module.attn_temperature_tuning = False
     if attention not in _OWN_ATTENTION:
-        absorb_latents(getattr(model.model, text_child(model)))
+        text_model = getattr(model.model, text_child(model))
+        absorb_latents(text_model)
+        tune_by_position(text_model)
     return model
 
 

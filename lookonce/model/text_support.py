@@ -39,9 +39,10 @@ _RECURRENT_KINDS = {
 # Types of layers that mix no tokens, so that they keep nothing, and the text models whose layers of that type are
 # served.
 _TOKENWISE_TYPES = {"mlp": frozenset({"nemotron_h"}), "moe": frozenset({"nemotron_h"})}
-# Layers whose tokens see those of their own chunk of the sequence, and the text models in which they are served: as
-# layers with full attention, in sequences of one chunk.
-CHUNKED_TYPE, _CHUNKED_MODEL_TYPES = "chunked_attention", frozenset({"llama4_text"})
+# Layers whose tokens see those of their own chunk of the sequence, and the types of layers of the text models that have
+# such layers.
+CHUNKED_TYPE = "chunked_attention"
+_CHUNKED_LAYER_TYPES = {"llama4_text": ("full_attention", CHUNKED_TYPE)}
 # Rope types whose rotary frequencies do not depend on the batch.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _BATCH_ROPE_TYPES = frozenset({"dynamic", "longrope"})
@@ -58,8 +59,6 @@ _LATENT_MODEL_TYPES = frozenset({"deepseek_v3", "mistral4"})
 _LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields of rope_parameters by which Mistral 4 scales queries with their position.
 _TEMPERATURE_FIELDS = ("llama_4_scaling_beta", "original_max_position_embeddings")
-# The field that limits sequences in most text models.
-POSITIONS = "max_position_embeddings"
 _ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
 # Numbers of heads, each with that of the heads of keys that groups of them share.
@@ -139,21 +138,6 @@ def key_sources(text: Any) -> dict[int, int]:
     return {layer: last_of_type[text.layer_types[layer]] for layer in range(first, text.num_hidden_layers)}
 
 
-def longest_sequence(text: Any) -> tuple[int, str]:
-    """Returns the number of tokens up to which a text model is computed exactly, and the field that limits it.
-
-    It is max_position_embeddings, or fewer in two cases. Layers with chunks are served in sequences of one chunk, which
-    they see as a whole. Temperature tuning (arXiv:2501.19399) multiplies queries by a factor that grows with the
-    position. It is 1 in the first floor_scale - 1 positions, and the loaded text half does without it.
-    """
-    bounds = [(int(text.max_position_embeddings), POSITIONS)]
-    if CHUNKED_TYPE in (getattr(text, "layer_types", None) or ()):
-        bounds.append((int(text.attention_chunk_size), "attention_chunk_size"))
-    if getattr(text, "attn_temperature_tuning", False):
-        bounds.append((int(text.floor_scale) - 1, "floor_scale"))
-    return min(bounds, key=lambda bound: bound[0])
-
-
 def text_refusal(config: Any, mask: Mask) -> str | None:
     """Returns why a folder's text model cannot be served exactly and what to do, or None if it can.
 
@@ -168,7 +152,11 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
             f"the text model ({text.model_type}) lets tokens see later tokens (bidirectional attention), "
             f"which is not served; {_ADVICE}"
         )
-    for check in (_composition, _unserved_field, _layers, _rope, _heads, _latent, _groups_of_heads, _bounds, _window):
+    checks = (
+        *(_composition, _unserved_field, _layers, _rope, _heads, _latent, _groups_of_heads),
+        *(_chunks, _temperature, _window),
+    )
+    for check in checks:
         reason: str | None = check(config, text)
         if reason is not None:
             return f"the text model ({text.model_type}) has {reason}"
@@ -207,13 +195,10 @@ def _unserved_field(config: Any, text: Any) -> str | None:
 def _layers(_config: Any, text: Any) -> str | None:
     layer_types = getattr(text, "layer_types", None) or ()
     keyless = layers_without_keys(text)
+    served_types = _CHUNKED_LAYER_TYPES.get(text.model_type, _LAYER_TYPES)
     for layer, layer_type in enumerate(layer_types):
-        if layer in keyless:
-            continue
-        if layer_type == CHUNKED_TYPE and text.model_type in _CHUNKED_MODEL_TYPES:
-            continue
-        if layer_type not in _LAYER_TYPES:
-            served = " and ".join(_LAYER_TYPES)
+        if layer not in keyless and layer_type not in served_types:
+            served = " and ".join(served_types)
             return f"a layer of type {layer_type!r} (layer {layer}), but only {served} are served; {_ADVICE}"
     return None
 
@@ -292,10 +277,21 @@ def _latent(_config: Any, text: Any) -> str | None:
     return None
 
 
-def _bounds(_config: Any, text: Any) -> str | None:
+def _chunks(_config: Any, text: Any) -> str | None:
     chunk = getattr(text, "attention_chunk_size", None)
     if CHUNKED_TYPE in (getattr(text, "layer_types", None) or ()) and (not isinstance(chunk, int) or chunk < 1):
         return f"layers with chunks; attention_chunk_size in config.json must be a number ≥ 1, not {chunk!r}"
+    return None
+
+
+def _temperature(_config: Any, text: Any) -> str | None:
+    if not getattr(text, "attn_temperature_tuning", False):
+        return None
+    for name, least in (("floor_scale", 0), ("attn_scale", -math.inf)):
+        value = getattr(text, name, None)
+        if not isinstance(value, int | float) or not least < value < math.inf:
+            bound = "a number > 0" if least == 0 else "a number"
+            return f"queries that are scaled with their position; {name} in config.json must be {bound}, not {value!r}"
     return None
 
 

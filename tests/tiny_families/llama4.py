@@ -13,8 +13,8 @@ from tests.tiny_families import parts
 NAME = "llama4"
 TILE, PATCH = 56, 14
 MAX_TILES = 4
-# Both are more than the tokens of any sequence in the tests, and fewer than those of a step with several prompts.
-CHUNK, FLOOR_SCALE = 256, 192
+# A prompt has tokens of several chunks, which end inside of KV blocks, and several factors of queries.
+CHUNK, FLOOR_SCALE = 12, 20
 _SPECIAL = (
     *("<|pad|>", "<|begin_of_text|>", "<|eot|>", "<|header_start|>", "<|header_end|>"),
     *("<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|patch|>"),

@@ -19,6 +19,7 @@ from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_ste
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.cpu.pool_memory import pool_zeros
 from decoder_svc.runner.kv_cache_spec import SCALE_BYTES, KVCacheSpec
+from decoder_svc.scheduling.window import Window
 from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
 from lookonce.model.kernels.kernel_trial import Candidate, choose_kernel
 from lookonce.model.kernels.native_compiler import NativeLibraryError
@@ -100,7 +101,7 @@ class NativeBackend:
         self.pools: list[Pools] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._sliding_layers: frozenset[int] = frozenset()
-        self._window: int | None = None
+        self._window: Window | None = None
         self._sizes = PoolSizes(1, 0, 0)
         # Per layer; those of a group are the same.
         self._heads: list[Heads] = []
@@ -184,6 +185,12 @@ class NativeBackend:
         """Returns the layer's options, with the group of its blocks."""
         is_sliding = layer in self._sliding_layers
         assert not is_sliding or options.window == self._window, "the layer's window differs from the sliding group's"
+        window = options.window
         return Options(
-            int(is_sliding), options.window or 0, options.scale, options.softcap or 0.0, int(options.is_causal)
+            group=int(is_sliding),
+            window=0 if window is None else window.size,
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+            is_causal=int(options.is_causal),
+            is_chunked=int(window is not None and window.is_chunked),
         )

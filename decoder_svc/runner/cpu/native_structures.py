@@ -96,6 +96,7 @@ class Options(ctypes.Structure):
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
         ("is_causal", _INTEGER),
+        ("is_chunked", _INTEGER),
     )
 
 

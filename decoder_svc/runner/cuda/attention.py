@@ -45,8 +45,9 @@ class AttentionNeeds:
     dtype: torch.dtype
     # Tokens of a KV block.
     block_size: int
-    # Whether tokens of an image or a prompt see later tokens.
+    # Whether tokens of an image or a prompt see later tokens, and whether layers attend within chunks of the sequence.
     has_mutual_spans: bool
+    has_chunks: bool
     device: torch.device
     # Compute capability, (major, minor).
     capability: tuple[int, int]
@@ -100,7 +101,7 @@ def _flash(needs: AttentionNeeds) -> PagedBackend:
         raise _UnfitError(f"flash-attn does not support a head size of {needs.head_dim}")
     if needs.capability < flash_attention.MIN_CAPABILITY:
         raise _UnfitError(f"flash-attn does not run on compute capability {needs.capability}")
-    return FlashBackend(functions, _triton(needs) if needs.has_mutual_spans else None)
+    return FlashBackend(functions, _triton(needs) if needs.has_mutual_spans or needs.has_chunks else None)
 
 
 def _triton(needs: AttentionNeeds) -> PagedBackend:

@@ -1,6 +1,7 @@
 """Attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691), an optional dependency.
 
-The package has no masks for mutual spans: steps with such spans go to a fallback backend.
+The package has no masks for mutual spans and for chunks of a sequence: steps with such spans, and layers with chunks,
+go to a fallback backend.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FlashBackend(PagedBackend):
     name = "flash-attn"
 
     def __init__(self, functions: FlashFunctions, fallback: PagedBackend | None) -> None:
-        """`fallback` serves steps with mutual spans; None for a model without such spans."""
+        """`fallback` serves steps with mutual spans and layers with chunks; None for a model with neither."""
         super().__init__()
         self._functions = functions
         self._fallback = fallback
@@ -62,8 +63,9 @@ class FlashBackend(PagedBackend):
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """Implements PagedBackend.attend_paged with the package's functions."""
-        if step.mutual is not None and not options.is_causal:
-            assert self._fallback is not None, "a step with mutual spans needs a fallback backend"
+        window = options.window
+        if (step.mutual is not None and not options.is_causal) or (window is not None and window.is_chunked):
+            assert self._fallback is not None, "mutual spans and chunks need a fallback backend"
             return self._fallback.attend_paged(layer, query, group, step, options)
         keys, values = self._pools[layer]
         # Block tables start at the first block that is kept, so count keys from there. Only distances matter.
@@ -73,7 +75,7 @@ class FlashBackend(PagedBackend):
             "softmax_scale": options.scale,
             # The queries are the last tokens: the package aligns the mask to the lower right corner.
             "causal": True,
-            "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
+            "window_size": (-1, -1) if window is None else (window.size - 1, 0),
             "softcap": options.softcap or 0.0,
         }
         if step.max_query_len == 1:

@@ -34,7 +34,7 @@ from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.quantized_layers import quantize_linears
-from lookonce.model.text_support import recurrent_kinds
+from lookonce.model.text_support import CHUNKED_TYPE, recurrent_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,15 @@ class GPUModelRunner(ModelRunnerBase):
         num_processors = self.properties.multi_processor_count
         install_quantized_layers(self.model, self.device, num_processors, is_required=bits is not None)
         self.model.to(self.device)
-        largest = self.head_shapes[-1]
+        largest, text = self.head_shapes[-1], self.model.config.get_text_config()
         needs = AttentionNeeds(
-            num_heads=self.model.config.get_text_config().num_attention_heads,
+            num_heads=text.num_attention_heads,
             num_kv_heads=largest.num_kv_heads,
             head_dim=largest.head_dim,
             dtype=self.model.dtype,
             block_size=self.config.block_size,
             has_mutual_spans=self.family.mask is not Mask.CAUSAL,
+            has_chunks=CHUNKED_TYPE in (getattr(text, "layer_types", None) or ()),
             device=self.device,
             capability=(self.properties.major, self.properties.minor),
             num_processors=num_processors,

@@ -59,11 +59,14 @@ LEAST_SHARED_BYTES = 99 << 10
 @triton.jit
 def _seen_keys(
     position, flat_token, is_row, first_key, mutual_starts, mutual_stops, window,
-    HAS_WINDOW: tl.constexpr, HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_MUTUAL: tl.constexpr,
+    IS_MUTUAL_BEYOND_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Returns the keys [start, stop) that each row sees."""
     start = position * 0
-    if HAS_WINDOW:
+    if IS_CHUNKED:
+        start = position // window * window
+    elif HAS_WINDOW:
         start = position - window + 1
     stop = position + 1
     if HAS_MUTUAL:
@@ -201,7 +204,7 @@ def _attend(
     table_stride, num_sequences, wanted_each, scale, softcap, window,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, PADDED_SEQUENCES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Computes every n-th piece of work. All tensors but the block table are contiguous."""
@@ -231,7 +234,7 @@ def _attend(
         flat_token = (first_token + token).to(tl.int64)
         start, stop = _seen_keys(
             kv_len - num_new + token, flat_token, is_row, first_key, mutual_starts, mutual_stops, window,
-            HAS_WINDOW, HAS_MUTUAL, IS_MUTUAL_BEYOND_WINDOW,
+            HAS_WINDOW, IS_CHUNKED, HAS_MUTUAL, IS_MUTUAL_BEYOND_WINDOW,
         )  # fmt: skip
         begin = tl.min(tl.where(is_row, start, kv_len), 0)
         end = tl.max(tl.where(is_row, stop, 0), 0)
@@ -350,21 +353,23 @@ class TritonBackend(PagedBackend):
             "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "PADDED_SEQUENCES": grid.padded_sequences,
             "HAS_WINDOW": options.window is not None,
         }  # fmt: skip
+        window = 0 if options.window is None else options.window.size
         mutual = None if options.is_causal else step.mutual
         _attend[(grid.num_programs,)](
             query, *_read_in_pairs(pools), pools.key_scales, pools.value_scales, output, sums, stats,
             group.block_table, group.first_keys, step.query_starts, step.kv_lens,
             step.kv_lens if mutual is None else mutual.starts, step.kv_lens if mutual is None else mutual.stops,
             group.block_table.stride(0), num_sequences, grid.wanted_each,
-            options.scale, options.softcap or 0.0, options.window or 0,
+            options.scale, options.softcap or 0.0, window,
             NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=pools.keys.shape[1],
             NUM_ROWS=num_rows, NUM_KEYS=tile.num_keys, HAS_SOFTCAP=options.softcap is not None,
+            IS_CHUNKED=options.window is not None and options.window.is_chunked,
             HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
             IS_ROUNDED=pools.is_rounded, num_stages=tile.num_stages, **shared,
         )  # fmt: skip
         if grid.num_joining:
             join[(grid.num_joining,)](
-                sums, stats, output, *lengths, num_sequences, options.window or 0, grid.wanted_each,
+                sums, stats, output, *lengths, num_sequences, window, grid.wanted_each,
                 NUM_HEADS=num_heads, TOKENS_EACH=num_rows // num_groups, **shared,
             )  # fmt: skip
         return output

@@ -433,8 +433,10 @@ class KVCacheManager:
             blocks = sliding.find_run_before(hashes, first, stop)
             if len(blocks) == stop - first:
                 return stop, blocks
-            # Ends between the missing block and `stop` need that block, and every end needs the block before it.
-            stop = sliding.last_stop(hashes, index, stop - len(blocks) - 1)
+            # Ends between the missing block and `stop` need that block. Every end needs the block before it, except one
+            # at which a chunk of the sequence begins.
+            missing = stop - len(blocks) - 1
+            stop = max(sliding.last_stop(hashes, index, missing), sliding.last_chunk_start(missing))
         return stop, []
 
     def _num_hit_tokens(self, request: Request, stop: int) -> int:

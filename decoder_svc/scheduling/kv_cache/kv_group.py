@@ -1,26 +1,27 @@
 """One KV cache group: the blocks of all layers with the same attention window, and the requests' tables of them.
 
-A model has a group for the layers with full attention and, if it has layers with a sliding window, one for those. Each
-group has its own pool, block ids and block tables. Index i of a request's table covers the same tokens in every group.
-In the sliding group a table releases blocks at its start that are outside the window.
+A model has a group for the layers with full attention and, if it has layers with a window (window.py), one for those,
+the sliding group. Each group has its own pool, block ids and block tables. Index i of a request's table covers the same
+tokens in every group. In the sliding group, a table releases blocks at its start that are outside the window.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.kv_cache.block_pool import BlockPool
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import BlockHash, RequestId
+from decoder_svc.scheduling.window import Window
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingGroupSize:
     """The window of a model's sliding group, and the size of its pool."""
 
-    # Tokens that a token attends to, including itself.
-    window: int
+    window: Window
     # Blocks of the pool.
     num_blocks: int
     # Most blocks that one request holds at once: its window and the tokens of one step.
@@ -51,7 +52,7 @@ class KVGroup:
         self,
         num_blocks: int,
         block_size: int,
-        window: int | None = None,
+        window: Window | None = None,
         max_blocks_per_request: int | None = None,
     ) -> None:
         """`window` None means full attention. `max_blocks_per_request` None means no limit."""
@@ -66,6 +67,12 @@ class KVGroup:
     def first_seen(self, prompt: Prompt, start: int) -> int:
         """Returns the index of the first block that the layers attend to when tokens from `start` on are computed."""
         return 0 if self._window is None else prompt.first_seen(start, self._window) // self._block_size
+
+    def last_chunk_start(self, index: int) -> int:
+        """Returns the last block, up to `index`, with whose first token a chunk of the sequence begins; 0 if none."""
+        if self._window is None or not self._window.is_chunked:
+            return 0
+        return index - index % (math.lcm(self._window.size, self._block_size) // self._block_size)
 
     def find_run(self, hashes: Sequence[BlockHash], start: int) -> list[int]:
         """Returns the cached blocks of these hashes from index `start` on, up to the first gap."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
+from decoder_svc.scheduling.window import Window
 from lookonce.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -73,13 +74,14 @@ class BlockBytes:
 
 
 def sliding_group_size(
-    window: int, *, block_size: int, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
+    window: Window, *, block_size: int, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> SlidingGroupSize:
     """Returns the size of the sliding group for a full group of `num_blocks` blocks.
 
-    A request holds at most its window and one step's tokens. Both may begin and end inside a block, which adds one.
+    A request holds at most its window, or a chunk, and one step's tokens. Both may begin and end inside a block, which
+    adds one.
     """
-    per_request = -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
+    per_request = -(-(window.size - 1 + max_num_batched_tokens) // block_size) + 1
     return SlidingGroupSize(window, min(num_blocks, max_num_seqs * per_request), per_request)
 
 

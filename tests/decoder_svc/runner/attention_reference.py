@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.window import Window
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,14 @@ class Contents:
     values: Tensor
 
 
-def sees(token: int, other: int, spans: Sequence[Span], window: int | None, *, is_mutual_beyond_window: bool) -> bool:
+def sees(
+    token: int, other: int, spans: Sequence[Span], window: Window | None, *, is_mutual_beyond_window: bool
+) -> bool:
     """Whether `token` sees `other`, written out as the rule defines it."""
     is_mutual = any(span.offset <= token < span.stop and span.offset <= other < span.stop for span in spans)
-    is_near = window is None or token - other < window
+    is_near = True
+    if window is not None:
+        is_near = other // window.size >= token // window.size if window.is_chunked else token - other < window.size
     if is_mutual and is_mutual_beyond_window:
         return True
     return (is_mutual or other <= token) and is_near

@@ -18,6 +18,7 @@ from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SlidingTable
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk, Contents, expected, sees
 
 LAYER, NUM_LAYERS = 1, 2
@@ -52,7 +53,7 @@ class Step:
         sizes: Sizes,
         seed: int,
         dtype: torch.dtype = torch.float64,
-        window: int | None = None,
+        window: Window | None = None,
         backend: Callable[[], AttentionBackend] = SdpaBackend,
     ) -> None:
         """`window` puts the layer into the sliding group, whose blocks that no token of a chunk sees are released."""
@@ -197,7 +198,7 @@ SIZES = st.builds(
 OPTIONS = st.builds(
     LayerOptions,
     scale=st.sampled_from((0.25, 1.0)),
-    window=st.none() | st.integers(1, 30),
+    window=st.none() | st.builds(Window, st.integers(1, 30), st.booleans()),
     softcap=st.none() | st.sampled_from((0.5, 3.0)),
     is_causal=st.sampled_from((False, False, True)),
 )
@@ -224,13 +225,15 @@ class StepCase:
 
 
 # A chunk that starts inside a span longer than the window; a whole prompt and generated tokens; a layer in which the
-# span does not count; and a chunk that needs only the last blocks of its context and a part of the very last one.
+# span does not count; a chunk that needs only the last blocks of its context and a part of the very last one; and
+# tokens of three chunks of the sequence, of which the first begins inside a block.
 _EXAMPLES = (
-    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), False),
-    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), True),
-    (Chunk(9, 0, 0, 11, (Span(0, 9),), 2), LayerOptions(1.0, window=2, softcap=3.0), True),
+    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=Window(3)), False),
+    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=Window(3)), True),
+    (Chunk(9, 0, 0, 11, (Span(0, 9),), 2), LayerOptions(1.0, window=Window(2), softcap=3.0), True),
     (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, is_causal=True), False),
-    (Chunk(22, 17, 17, 22), LayerOptions(1.0, window=3), False),
+    (Chunk(22, 17, 17, 22), LayerOptions(1.0, window=Window(3)), False),
+    (Chunk(22, 11, 11, 22), LayerOptions(1.0, window=Window(6, is_chunked=True)), False),
 )
 
 

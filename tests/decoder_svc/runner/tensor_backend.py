@@ -47,7 +47,10 @@ class TensorBackend(PagedBackend):
 def _seen(token: Tensor, step: PagedStep, options: LayerOptions) -> tuple[Tensor, Tensor]:
     """Returns the tokens [start, stop) of its sequence that every token sees."""
     window = options.window
-    start = torch.zeros_like(token) if window is None else (token - window + 1).clamp(min=0)
+    start = torch.zeros_like(token)
+    if window is not None:
+        size = window.size
+        start = token - token % size if window.is_chunked else (token - size + 1).clamp(min=0)
     stop = token + 1
     if step.mutual is not None and not options.is_causal:
         stop = torch.maximum(stop, step.mutual.stops)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from decoder_svc.runner.attention import LayerOptions, SdpaBackend, _paged_attention, forward_context
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk, expected
 from tests.decoder_svc.runner.attention_step import (
     LAYER,
@@ -43,9 +44,9 @@ def test_attention_is_the_reference(case: StepCase) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, Window(5), Window(5, is_chunked=True)])
 def test_results_in_smaller_dtypes_are_within_their_precision(
-    dtype: torch.dtype, softcap: float | None, window: int | None
+    dtype: torch.dtype, softcap: float | None, window: Window | None
 ) -> None:
     chunks = [Chunk(20, 6, 6, 20, (Span(4, 8), Span(14, 3))), Chunk(7, 6, 6, 7), Chunk(9, 0, 0, 9)]
     Step(chunks, Sizes(), 0, dtype).check(LayerOptions(0.5, window, softcap))
@@ -57,15 +58,15 @@ def test_a_window_as_long_as_the_context_or_longer_hides_nothing(num_new: int, s
     chunk = Chunk(10, 10 - num_new, 10 - num_new, 10)
     plain = Step([chunk], Sizes(), 0).run(LayerOptions(1.0, None, softcap))[0]
     for window in (10, 11, 1000):
-        assert torch.equal(Step([chunk], Sizes(), 0).run(LayerOptions(1.0, window, softcap))[0], plain)
-    smaller = Step([chunk], Sizes(), 0).run(LayerOptions(1.0, 9, softcap))[0]
+        assert torch.equal(Step([chunk], Sizes(), 0).run(LayerOptions(1.0, Window(window), softcap))[0], plain)
+    smaller = Step([chunk], Sizes(), 0).run(LayerOptions(1.0, Window(9), softcap))[0]
     differs = (smaller - plain).abs().amax((1, 2)) > 1e-3
     assert differs.tolist() == [False] * (num_new - 1) + [True], "only the last token is ten tokens from the first"
 
 
 def test_a_window_of_one_token_is_the_token_itself() -> None:
     step = Step([Chunk(6, 2, 2, 6)], Sizes(num_groups=1), 0)
-    torch.testing.assert_close(step.run(LayerOptions(1.0, window=1))[0], step.contents[0].values[2:])
+    torch.testing.assert_close(step.run(LayerOptions(1.0, window=Window(1)))[0], step.contents[0].values[2:])
 
 
 def test_only_tokens_of_a_span_see_later_tokens() -> None:
@@ -80,9 +81,9 @@ def test_only_tokens_of_a_span_see_later_tokens() -> None:
 def test_spans_after_the_chunk_are_ignored() -> None:
     """The later spans are images that a later step computes."""
     spans = (Span(2, 3), Span(6, 4), Span(12, 2))
-    with_later = Step([Chunk(15, 1, 1, 6, spans)], Sizes(), 0).run(LayerOptions(1.0, window=4))[0]
+    with_later = Step([Chunk(15, 1, 1, 6, spans)], Sizes(), 0).run(LayerOptions(1.0, window=Window(4)))[0]
     assert torch.equal(
-        with_later, Step([Chunk(15, 1, 1, 6, spans[:1])], Sizes(), 0).run(LayerOptions(1.0, window=4))[0]
+        with_later, Step([Chunk(15, 1, 1, 6, spans[:1])], Sizes(), 0).run(LayerOptions(1.0, window=Window(4)))[0]
     )
 
 
@@ -153,7 +154,7 @@ def test_transformers_calls_the_backend_of_the_step() -> None:
         output, weights = _paged_attention(layer, *tensors, scaling=0.5, sliding_window=3, softcap=2.0)
         with pytest.raises(NotImplementedError, match="sinks"):
             _paged_attention(layer, *tensors, scaling=0.5, s_aux=torch.zeros(4))
-    wanted = expected(step.chunks[0], contents, LayerOptions(0.5, 3, 2.0), is_mutual_beyond_window=False)
+    wanted = expected(step.chunks[0], contents, LayerOptions(0.5, Window(3), 2.0), is_mutual_beyond_window=False)
     assert weights is None
     torch.testing.assert_close(output[0].double(), wanted, rtol=2e-5, atol=2e-5)
     with pytest.raises(AttributeError):

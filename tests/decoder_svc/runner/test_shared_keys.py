@@ -18,6 +18,7 @@ from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.shared_keys import narrowed
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.window import Window
 from lookonce.model.kernels.native_library import load_library
 from lookonce.model.text_support import HeadShape
 from tests.decoder_svc.runner.attention_reference import Chunk
@@ -29,7 +30,7 @@ from tests.parity.families import Conformance
 pytestmark = pytest.mark.usefixtures("library")
 
 # Layers 0 and 2 have no window, layers 1 and 3 have one; the last two read what the first two have written.
-WINDOW = 5
+WINDOW = Window(5)
 BLOCK_SIZE = 4
 FULL, SLIDING = HeadShape(1, 32), HeadShape(2, 16)
 NUM_HEADS = 4

@@ -19,6 +19,7 @@ from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
+from decoder_svc.scheduling.window import Window
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
@@ -69,7 +70,7 @@ def runner(folder: pathlib.Path) -> WatchedRunner:
 
 def test_every_decoding_request_has_its_drafts() -> None:
     worst = replace(worst_case(num_tokens=64, num_requests=5), num_draft_tokens=6)
-    step = worst_case_step(worst, BLOCK_SIZE, window=3)
+    step = worst_case_step(worst, BLOCK_SIZE, window=Window(3))
     assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(36, 0), *[(7, 6)] * 4]
     # With a small budget every request has fewer drafts, and the longest request has one token.
     step = worst_case_step(replace(worst, num_tokens=14), BLOCK_SIZE)
@@ -123,7 +124,7 @@ def test_the_step_uses_exactly_the_token_budget(
 
 
 def test_the_sliding_table_reaches_a_window_back_from_the_first_token() -> None:
-    step = worst_case_step(worst_case(num_tokens=20, num_requests=2, context_tokens=100), BLOCK_SIZE, window=10)
+    step = worst_case_step(worst_case(num_tokens=20, num_requests=2, context_tokens=100), BLOCK_SIZE, window=Window(10))
     longest, other = (chunk.sliding for chunk in step.chunks)
     # 19 tokens from 81 on; the first of them sees tokens 72 … 81.
     assert longest is not None
@@ -237,7 +238,7 @@ def test_tokens_that_see_later_ones_are_part_of_the_step() -> None:
     worst = replace(worst_case(num_tokens=64, num_requests=2, context_tokens=100, num_images=3), rows_per_image=30)
     assert worst_case_step(worst, BLOCK_SIZE).admitted[0].mutual_spans == ()
     # Such a prompt is never split, so the step has all of it.
-    step = worst_case_step(worst, BLOCK_SIZE, window=16, mask=Mask.PROMPT)
+    step = worst_case_step(worst, BLOCK_SIZE, window=Window(16), mask=Mask.PROMPT)
     assert step.admitted[0].mutual_spans == (Span(0, 63),)
     assert (step.chunks[0].start, step.chunks[0].num_tokens) == (0, 63)
     # The third image begins inside the context and ends after it.

@@ -9,6 +9,7 @@ from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduling.window import Window
 from lookonce.content_key import ContentKey
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.oracle_states import States
@@ -79,7 +80,7 @@ class Layers:
 class Oracle:
     """Plays the runner: remembers what was written where, and refuses a step that would compute something wrong."""
 
-    def __init__(self, target: Scheduler, window: int | None = None) -> None:
+    def __init__(self, target: Scheduler, window: Window | None = None) -> None:
         self._target = target
         self._window = window
         kv_cache = target.kv_cache
@@ -228,9 +229,18 @@ def next_token(token_ids: Sequence[int]) -> int:
     return 7 + (token_ids[-1] + len(token_ids) // 5) % 3
 
 
-def seen_in_window(request: Request, start: int, stop: int, window: int) -> set[int]:
+def first_near(token: int, window: Window) -> int:
+    """The first token that is in the window of `token`, told from the window's definition."""
+    is_near = (
+        token // window.size == other // window.size if window.is_chunked else token - other < window.size
+        for other in range(token + 1)
+    )
+    return list(is_near).index(True)
+
+
+def seen_in_window(request: Request, start: int, stop: int, window: Window) -> set[int]:
     """Tokens that layers with a window look at while they compute [start, stop), told from the mask's definition."""
-    seen = {other for token in range(start, stop) for other in range(max(0, token - window + 1), token + 1)}
+    seen = {other for token in range(start, stop) for other in range(first_near(token, window), token + 1)}
     if request.prompt.mask is Mask.PROMPT and start < request.num_prompt_tokens:
         seen |= set(range(request.num_prompt_tokens))
     if request.prompt.mask is Mask.IMAGE:
@@ -239,6 +249,6 @@ def seen_in_window(request: Request, start: int, stop: int, window: int) -> set[
             other
             for span in spans
             for token in range(max(start, span.offset), min(stop, span.stop))
-            for other in range(max(span.offset, token - window + 1), span.stop)
+            for other in range(max(span.offset, first_near(token, window)), span.stop)
         }
     return seen

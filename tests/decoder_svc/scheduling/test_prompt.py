@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
+from decoder_svc.scheduling.window import Window
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import key
@@ -68,11 +69,13 @@ def test_the_first_cut_makes_progress_and_cuts_nothing(prompt: Prompt, data: st.
     assert cut <= stop or not any(can_end_at(prompt, index) for index in range(start + 1, cut))
 
 
-@given(prompt=prompts(), start=st.integers(0, 30), window=st.integers(1, 8))
-def test_a_window_reaches_back_unless_the_whole_prompt_sees_itself(prompt: Prompt, start: int, window: int) -> None:
+@given(prompt=prompts(), start=st.integers(0, 30), size=st.integers(1, 8))
+def test_a_window_reaches_back_unless_the_whole_prompt_sees_itself(prompt: Prompt, start: int, size: int) -> None:
     is_inside = prompt.mask is Mask.PROMPT and start < len(prompt.token_ids)
-    seen = [token for token in range(start + 1) if is_inside or start - token < window]
-    assert prompt.first_seen(start, window) == seen[0]
+    seen = [token for token in range(start + 1) if is_inside or start - token < size]
+    assert prompt.first_seen(start, Window(size)) == seen[0]
+    of_chunk = [token for token in range(start + 1) if is_inside or start // size == token // size]
+    assert prompt.first_seen(start, Window(size, is_chunked=True)) == of_chunk[0]
 
 
 def test_mutual_spans_follow_the_mask() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from decoder_svc.scheduling.prompt import ImageItem, Prompt
+from decoder_svc.scheduling.window import Window
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import image
 from tests.decoder_svc.scheduling.traffic import MODES, Traffic
@@ -53,8 +54,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     traffic: Traffic
 
-    @initialize(mode=st.sampled_from(MODES), window=st.none() | st.integers(1, 6))
-    def start(self, mode: tuple[Mask, bool], window: int | None) -> None:
+    @initialize(mode=st.sampled_from(MODES), window=st.none() | st.builds(Window, st.integers(1, 6), st.booleans()))
+    def start(self, mode: tuple[Mask, bool], window: Window | None) -> None:
         mask, deterministic = mode
         self.traffic = Traffic(0, mask=mask, deterministic=deterministic, window=window)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from decoder_svc.scheduling.kv_cache.kv_group import KVGroup
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.window import Window
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.traffic import Traffic
@@ -18,15 +20,28 @@ from tests.decoder_svc.scheduling.traffic import Traffic
 mutation = Mutations()
 
 
+def narrowed(window: Window) -> Window:
+    """A window that is one token smaller."""
+    return replace(window, size=window.size - 1)
+
+
+@mutation
+def sliding_windows_are_chunks_of_the_sequence(patch: Patch) -> None:
+    original = Prompt.first_seen
+    patch.setattr(
+        Prompt, "first_seen", lambda self, start, window: original(self, start, replace(window, is_chunked=True))
+    )
+
+
 @mutation
 def the_window_is_one_token_too_short(patch: Patch) -> None:
     original = Prompt.first_seen
-    patch.setattr(Prompt, "first_seen", lambda self, start, window: original(self, start, window - 1))
+    patch.setattr(Prompt, "first_seen", lambda self, start, window: original(self, start, narrowed(window)))
 
 
 @mutation
 def a_prompt_that_sees_itself_does_so_within_the_window(patch: Patch) -> None:
-    patch.setattr(Prompt, "first_seen", lambda self, start, window: max(0, start - window + 1))
+    patch.setattr(Prompt, "first_seen", lambda self, start, window: window.first_seen(start))
 
 
 @mutation
@@ -114,7 +129,7 @@ def the_runner_is_not_told_of_adopted_blocks_of_the_window(patch: Patch) -> None
 def run_all_seeds() -> None:
     for seed in range(NUM_SEEDS):
         for mask in Mask:
-            Traffic(seed, window=5, mask=mask).run(120)
+            Traffic(seed, window=Window(5, is_chunked=seed % 2 == 1), mask=mask).run(120)
 
 
 def test_nothing_is_noticed_where_nothing_is_wrong() -> None:

@@ -16,17 +16,18 @@ from decoder_svc.scheduling.sampling_params import AnswerSoFar, ConstraintFollow
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from decoder_svc.scheduling.speculation import MAX_PAUSE, NO_SPECULATION, Speculation, SpeculationLimits
+from decoder_svc.scheduling.window import Window
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import request, scheduler
 from tests.decoder_svc.scheduling.traffic import Traffic
 
 LIMITS = SpeculationLimits(4, ngram_min=1, ngram_max=3)
-WINDOWS = [None, 1, 5, 6]
+WINDOWS = [None, Window(1), Window(5), Window(6), Window(5, is_chunked=True)]
 NUM_SEEDS = 14
 
 
 @functools.cache
-def traffic_of(seed: int, mask: Mask, window: int | None) -> Traffic:
+def traffic_of(seed: int, mask: Mask, window: Window | None) -> Traffic:
     """Runs traffic with drafts once; it checks itself meanwhile."""
     traffic = Traffic(seed, mask=mask, window=window, speculation=LIMITS)
     traffic.run(120)
@@ -36,7 +37,7 @@ def traffic_of(seed: int, mask: Mask, window: int | None) -> Traffic:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("mask", list(Mask))
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_answers_are_the_models_under_any_traffic(seed: int, mask: Mask, window: int | None) -> None:
+def test_answers_are_the_models_under_any_traffic(seed: int, mask: Mask, window: Window | None) -> None:
     traffic_of(seed, mask, window)
 
 
@@ -45,7 +46,7 @@ def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     """Drafts that are right, wrong, and both in one chunk; answers that end inside; preemptions and hits."""
     right = wrong = hits = preemptions = ended_inside = 0
     for seed in range(2 * NUM_SEEDS):
-        traffic = traffic_of(seed, mask, 5)
+        traffic = traffic_of(seed, mask, Window(5))
         speculation = traffic.target.speculation
         right += speculation.num_accepted
         wrong += speculation.num_drafted - speculation.num_accepted
@@ -109,9 +110,9 @@ class TwinTraffic(Traffic):
         self.travelling += output.fetches
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, Window(5), Window(5, is_chunked=True)])
 @pytest.mark.parametrize("seed", range(12))
-def test_drafts_delay_no_request_and_evict_no_cached_block(seed: int, window: int | None) -> None:
+def test_drafts_delay_no_request_and_evict_no_cached_block(seed: int, window: Window | None) -> None:
     TwinTraffic(seed, window=window, speculation=LIMITS).run(100)
 
 

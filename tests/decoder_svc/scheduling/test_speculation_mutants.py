@@ -14,6 +14,7 @@ from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 from decoder_svc.scheduling.speculation import Speculation
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.test_speculation import LIMITS, TwinTraffic
 from tests.decoder_svc.scheduling.traffic import Traffic
@@ -186,7 +187,7 @@ def guesses_go_beyond_the_end_of_the_answer(patch: Patch) -> None:
 
 def run_all_seeds() -> None:
     for seed in range(NUM_SEEDS):
-        for window in (None, 5):
+        for window in (None, Window(5)):
             Traffic(seed, window=window, speculation=LIMITS).run(120)
     for seed in range(6):
         TwinTraffic(seed, speculation=LIMITS).run(100)

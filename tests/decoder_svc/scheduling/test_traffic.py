@@ -8,6 +8,7 @@ import pytest
 
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.speculation import SpeculationLimits
+from decoder_svc.scheduling.window import Window
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.traffic import MODES, Traffic
 
@@ -16,7 +17,7 @@ NUM_SEEDS = 24
 
 
 @functools.cache
-def traffic_of(seed: int, mask: Mask, window: int | None = None, *, deterministic: bool = False) -> Traffic:
+def traffic_of(seed: int, mask: Mask, window: Window | None = None, *, deterministic: bool = False) -> Traffic:
     """Runs traffic once; it checks itself meanwhile."""
     traffic = Traffic(seed, mask=mask, window=window, deterministic=deterministic)
     traffic.run(120)
@@ -29,16 +30,18 @@ def test_no_token_is_computed_from_another_context(seed: int, mask: Mask, determ
     traffic_of(seed, mask, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("window", [1, 4, 5, 6])
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 5, 6])
 @pytest.mark.parametrize("mask", list(Mask))
 @pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
-def test_no_layer_with_a_window_reads_freed_blocks(seed: int, mask: Mask, window: int) -> None:
-    traffic_of(seed, mask, window)
+def test_no_layer_with_a_window_reads_freed_blocks(seed: int, mask: Mask, size: int, is_chunked: bool) -> None:
+    traffic_of(seed, mask, Window(size, is_chunked))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
 def test_nor_in_deterministic_mode(seed: int) -> None:
-    traffic_of(seed, Mask.CAUSAL, 5, deterministic=True)
+    for is_chunked in (False, True):
+        traffic_of(seed, Mask.CAUSAL, Window(5, is_chunked), deterministic=True)
 
 
 @pytest.mark.parametrize("mask", list(Mask))
@@ -53,11 +56,13 @@ def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     assert min(hits, preemptions, shared) >= 8, (hits, preemptions, shared)
 
 
-@pytest.mark.parametrize("mask", list(Mask))
-def test_traffic_with_a_window_is_worth_testing_with(mask: Mask) -> None:
+@pytest.mark.parametrize(
+    ("mask", "window"), [*((mask, Window(5)) for mask in Mask), (Mask.CAUSAL, Window(5, is_chunked=True))]
+)
+def test_traffic_with_a_window_is_worth_testing_with(mask: Mask, window: Window) -> None:
     hits = waits_for_sliding = let_go = 0
     for seed in range(NUM_SEEDS // 2):
-        traffic = traffic_of(seed, mask, 5)
+        traffic = traffic_of(seed, mask, window)
         hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
         let_go += sum(chunk.sliding.first > 0 for output in traffic.trace for chunk in output.chunks if chunk.sliding)
         waits_for_sliding += traffic.num_short_of_sliding_blocks
@@ -85,11 +90,11 @@ def test_hits_end_inside_images_whose_tokens_see_each_other() -> None:
 SHORT_DRAFTS = SpeculationLimits(3)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("window", [None, Window(1), Window(5), Window(5, is_chunked=True)])
 @pytest.mark.parametrize(("mask", "deterministic"), MODES)
 @pytest.mark.parametrize("seed", range(40))
 def test_steps_that_overlap_compute_the_same_tokens(
-    seed: int, mask: Mask, deterministic: bool, window: int | None
+    seed: int, mask: Mask, deterministic: bool, window: Window | None
 ) -> None:
     Traffic(seed, mask=mask, deterministic=deterministic, window=window, overlaps=True).run(120)
 

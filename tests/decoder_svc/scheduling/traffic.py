@@ -17,6 +17,7 @@ from decoder_svc.scheduling.request import CacheScope, Request, RequestId, Reque
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
+from decoder_svc.scheduling.window import Window
 from lookonce.families.base import Mask
 from lookonce.forgotten import EVERYTHING, Forgotten
 from tests.decoder_svc.scheduling.oracle import Oracle, next_token
@@ -63,13 +64,13 @@ class Traffic:
         seed: int,
         *,
         deterministic: bool = False,
-        window: int | None = None,
+        window: Window | None = None,
         mask: Mask = Mask.CAUSAL,
         speculation: SpeculationLimits = NO_SPECULATION,
         overlaps: bool = False,
         states: StateGroupSize | None = None,
     ) -> None:
-        """`window`: sliding window of some layers, at most 6; None: no layer has one.
+        """`window`: what tokens see in some layers, at most 6 tokens; None: no layer has one.
 
         With `speculation`, or with steps that overlap, answers are longer, and some end at a stop id.
         """

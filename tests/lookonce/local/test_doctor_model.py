@@ -93,12 +93,6 @@ def test_sizes_follow_from_the_configuration(built: Callable[[str], pathlib.Path
     assert deepstack["row"].detail.startswith("768 bytes, 512 of them feature levels; ")
 
 
-@pytest.mark.parametrize("name", ["llama4"])
-def test_what_limits_requests_besides_positions_is_told(name: str, built: Callable[[str], pathlib.Path]) -> None:
-    detail = "191 tokens of 4,096 positions, limited by floor_scale in config.json"
-    assert _examined(built(name))["longest request"].detail == detail
-
-
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_moe"])
 def test_layers_count_with_their_own_heads_if_they_have_keys_of_their_own(
     name: str, built: Callable[[str], pathlib.Path]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -11,15 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.text_support import SINK_MODEL_TYPES, longest_sequence
+from lookonce.model.text_support import SINK_MODEL_TYPES
 from tests import tiny_models
 from tests.tiny_families import FAMILIES
 
@@ -157,6 +155,13 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
         ({"model_type": "jamba"}, "'linear_attention' (layer 0)"),
         ({"model_type": "llama4_text", "attention_chunk_size": None}, "must be a number ≥ 1, not None"),
         ({"model_type": "llama4_text", "attention_chunk_size": 0}, "must be a number ≥ 1, not 0"),
+        ({"model_type": "llama4_text", "floor_scale": 0}, "floor_scale in config.json must be a number > 0, not 0"),
+        ({"model_type": "llama4_text", "floor_scale": -3}, "floor_scale in config.json must be a number > 0, not -3"),
+        ({"model_type": "llama4_text", "attn_scale": math.inf}, "attn_scale in config.json must be a number, not inf"),
+        (
+            {"model_type": "llama4_text", "layer_types": ["sliding_attention"] * 2},
+            "layer of type 'sliding_attention' (layer 0), but only full_attention and chunked_attention are served",
+        ),
     ],
 )
 def test_text_models_of_other_kinds_are_refused(
@@ -198,48 +203,6 @@ def test_text_models_of_other_kinds_are_refused(
 )
 def test_other_variants_are_accepted(name: str, fields: Mapping[str, Any], edited: Callable[..., ModelFolder]) -> None:
     FamilyModel.load(edited(name, fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, (1000, "max_position_embeddings")),
-        ({"attention_chunk_size": 100}, (100, "attention_chunk_size")),
-        ({"attention_chunk_size": 100, "no_rope_layers": [0, 0]}, (1000, "max_position_embeddings")),
-        ({"attn_temperature_tuning": True, "floor_scale": 100}, (99, "floor_scale")),
-        (
-            {"attn_temperature_tuning": True, "floor_scale": 101, "attention_chunk_size": 100},
-            (100, "attention_chunk_size"),
-        ),
-    ],
-)
-def test_the_longest_sequence_is_one_chunk_without_temperature_tuning(
-    fields: Mapping[str, Any], expected: tuple[int, str]
-) -> None:
-    defaults = {"max_position_embeddings": 1000, "attn_temperature_tuning": False, "layer_types": None}
-    assert longest_sequence(transformers.Llama4TextConfig(**{**SMALL, **defaults, **fields})) == expected
-
-
-def test_temperature_tuning_begins_after_the_longest_sequence() -> None:
-    """The factor of each position as transformers computes it, found by a layer whose queries are all 1."""
-    config = transformers.Llama4TextConfig(
-        **SMALL, num_attention_heads=1, num_key_value_heads=1, head_dim=64, no_rope_layers=[0, 0], floor_scale=10
-    )
-    attention = Llama4TextAttention(config, 0).eval()
-    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
-        torch.nn.init.ones_(linear.weight)
-    queries: list[torch.Tensor] = []
-
-    def note(_module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-        queries.append(query[0, 0, :, 0])
-        return value.transpose(1, 2), None
-
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "notes", note)
-        config._attn_implementation = "notes"
-        attention(torch.ones(1, 30, 64), None, None)
-    (found,) = queries
-    assert (found == found[0]).sum().item() == longest_sequence(config)[0] == 9
 
 
 def test_all_text_models_with_sinks_are_known() -> None:

@@ -59,8 +59,13 @@ struct Sight {
 
 inline Sight sight(const Step& step, const LayerOptions& options, int64_t sequence, int64_t token) {
   const int64_t position = step.num_keys[sequence] - (step.first_tokens[sequence + 1] - token);
-  const int64_t behind_window = options.window > 0 ? std::max<int64_t>(0, position - options.window + 1) : 0;
-  Sight seen{behind_window, position + 1};
+  int64_t first = 0;
+  if (options.is_chunked) {
+    first = position / options.window * options.window;
+  } else if (options.window > 0) {
+    first = std::max<int64_t>(0, position - options.window + 1);
+  }
+  Sight seen{first, position + 1};
   const bool has_span = step.span_starts != nullptr && step.span_starts[token] < step.span_stops[token];
   if (has_span && !options.is_causal) {
     seen.stop = std::max(seen.stop, step.span_stops[token]);
@@ -74,12 +79,13 @@ struct AttentionPlan {
   int64_t group;
   int64_t window;
   int64_t is_causal;
+  int64_t is_chunked;
   std::vector<AttentionItem> items;
   std::vector<AttentionSum> sums;
   int64_t num_partials = 0;
 
   AttentionPlan(const Step& step, const Heads& heads, const LayerOptions& options)
-      : group(options.group), window(options.window), is_causal(options.is_causal) {
+      : group(options.group), window(options.window), is_causal(options.is_causal), is_chunked(options.is_chunked) {
     const int64_t rows_per_token = heads.num_heads / heads.num_kv_heads;
     const int64_t most_rows = heads.value_dim > 0 ? kMaxLatentRows : kMaxRows;
     const int64_t tokens_each = std::max<int64_t>(1, most_rows / rows_per_token);
@@ -103,7 +109,8 @@ struct AttentionPlan {
   }
 
   bool fits(const LayerOptions& options) const {
-    return group == options.group && window == options.window && is_causal == options.is_causal;
+    return group == options.group && window == options.window && is_causal == options.is_causal &&
+           is_chunked == options.is_chunked;
   }
 
  private:

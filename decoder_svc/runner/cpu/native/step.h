@@ -60,10 +60,12 @@ struct Pools {
 
 struct LayerOptions {
   int64_t group;   // Index into Step::groups.
-  int64_t window;  // Number of keys that a token sees, itself included; 0: no window.
+  // Number of keys that a token sees, itself included, or the tokens of a chunk of the sequence; 0: all keys.
+  int64_t window;
   float scale;
   float softcap;      // 0: no soft cap.
-  int64_t is_causal;  // Tokens see no later ones, even inside a mutual span.
+  int64_t is_causal;   // Tokens see no later ones, even inside a mutual span.
+  int64_t is_chunked;  // A token sees the keys of its own chunk of `window` tokens.
 };
 
 }  // namespace lookonce

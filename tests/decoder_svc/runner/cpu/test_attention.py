@@ -18,6 +18,7 @@ from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, La
 from decoder_svc.runner.cpu.attention import SOURCES, HostSdpaBackend, NativeBackend, cpu_attention
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.window import Window
 from lookonce.model.kernels.native_library import library_of_level, load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
@@ -154,10 +155,10 @@ def test_prompts_with_latents_do_not_depend_on_how_they_are_cut() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, Window(300), Window(300, is_chunked=True)])
 @pytest.mark.parametrize(("num_kv_heads", "num_groups", "head_dim"), [(3, 3, 64), (1, 8, 256), (8, 1, 80), (2, 7, 32)])
 def test_results_of_long_contexts_are_combined_from_pieces(
-    dtype: torch.dtype, window: int | None, num_kv_heads: int, num_groups: int, head_dim: int
+    dtype: torch.dtype, window: Window | None, num_kv_heads: int, num_groups: int, head_dim: int
 ) -> None:
     """Lengths around multiples of a piece's 256 tokens, where no block ends with a piece, next to a longer chunk."""
     sizes = Sizes(48, num_kv_heads, num_groups, head_dim)
@@ -172,8 +173,8 @@ def test_results_of_long_contexts_are_combined_from_pieces(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_tokens_result_does_not_depend_on_the_batch(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, Window(100), Window(100, is_chunked=True)])
+def test_a_tokens_result_does_not_depend_on_the_batch(dtype: torch.dtype, window: Window | None) -> None:
     """Bit-equal with others in the step or alone, in a chunk or as a single token, on any number of threads."""
     num_tokens, sizes, options = 700, Sizes(16, 2, 3, 64), LayerOptions(0.125, window)
     prompt = Step([Chunk(num_tokens, 0, 0, num_tokens)], sizes, 5, dtype, backend=Native)

@@ -14,6 +14,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cpu.attention import HostSdpaBackend
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
+from decoder_svc.scheduling.window import Window
 from lookonce.errors import ConfigurationError
 from tests import tiny_models
 from tests.decoder_svc.runner.attention_reference import Chunk
@@ -55,8 +56,8 @@ def test_any_step_equals_the_reference_over_rounded_numbers(case: StepCase) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 300])
-def test_long_contexts_in_blocks_that_no_piece_ends_with(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, Window(300), Window(300, is_chunked=True)])
+def test_long_contexts_in_blocks_that_no_piece_ends_with(dtype: torch.dtype, window: Window | None) -> None:
     sizes = Sizes(48, 3, 3, 64)
     chunks = [Chunk(stop, stop - 1, stop - 1, stop) for stop in (1, 255, 256, 257, 800)] + [Chunk(300, 290, 290, 300)]
     check_rounded(Step(chunks, sizes, 5, dtype, backend=RoundedNative), LayerOptions(0.125, window))

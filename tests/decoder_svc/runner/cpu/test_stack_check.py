@@ -17,9 +17,10 @@ from decoder_svc.runner.cpu.stack_check import (
     relative_difference,
 )
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
+from decoder_svc.scheduling.window import Window
 
 HIDDEN_SIZE = 8
-OPTIONS = (LayerOptions(0.5), LayerOptions(0.25, 4, 3.0))
+OPTIONS = (LayerOptions(0.5), LayerOptions(0.25, Window(4), 3.0))
 SPEC = KVCacheSpec(2, 1, HIDDEN_SIZE, torch.float32, 4)
 
 

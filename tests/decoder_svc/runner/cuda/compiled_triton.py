@@ -54,7 +54,7 @@ def main() -> None:
                 head_dim,
                 is_chunk,
                 tile,
-                has_window=head_dim == 64,
+                has_window=head_dim in (64, 128),
                 has_softcap=head_dim == 256,
                 is_rounded=is_rounded,
             )
@@ -115,6 +115,7 @@ def _attend_source(
         "NUM_KEYS": tile.num_keys,
         "PADDED_SEQUENCES": 128 if is_chunk else 64,
         "HAS_WINDOW": has_window,
+        "IS_CHUNKED": head_dim == 128,
         "HAS_SOFTCAP": has_softcap,
         "HAS_MUTUAL": is_chunk,
         "IS_MUTUAL_BEYOND_WINDOW": is_chunk and has_window,

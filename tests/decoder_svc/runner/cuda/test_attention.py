@@ -28,6 +28,7 @@ NEEDS = AttentionNeeds(
     dtype=torch.bfloat16,
     block_size=256,
     has_mutual_spans=False,
+    has_chunks=False,
     device=torch.device("cpu"),
     capability=(9, 0),
     num_processors=132,

@@ -14,6 +14,7 @@ from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, FlashFunctions
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
@@ -84,15 +85,16 @@ def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(flash)
 
 
-def test_single_tokens_use_the_decode_function_and_spans_the_fallback() -> None:
+def test_single_tokens_use_the_decode_function_and_spans_and_chunks_of_a_sequence_the_fallback() -> None:
     decode, chunk = Chunk(9, 8, 8, 9), Chunk(9, 4, 4, 9)
-    for chunks, wanted in (
-        ([decode, decode], ["with_kvcache"]),
-        ([decode, chunk], ["varlen"]),
-        ([decode, Chunk(9, 4, 4, 9, (Span(5, 3),))], []),
+    for chunks, window, wanted in (
+        ([decode, decode], Window(3), ["with_kvcache"]),
+        ([decode, chunk], None, ["varlen"]),
+        ([decode, Chunk(9, 4, 4, 9, (Span(5, 3),))], None, []),
+        ([decode, decode], Window(3, is_chunked=True), []),
     ):
         CALLS.clear()
-        Step(chunks, Sizes(), 0, torch.float32, backend=flash).run(LayerOptions(1.0))
+        Step(chunks, Sizes(), 0, torch.float32, backend=flash).run(LayerOptions(1.0, window))
         assert wanted == CALLS
 
 
@@ -103,9 +105,12 @@ def test_the_fallback_backend_attends_over_the_same_pools() -> None:
     assert fallback._pools[LAYER][0].data_ptr() == pools[LAYER][0].data_ptr()
 
 
-def test_spans_without_a_fallback_backend_are_an_error() -> None:
-    step = Step(
-        [Chunk(9, 4, 4, 9, (Span(5, 3),))], Sizes(), 0, torch.float32, backend=lambda: FlashBackend(FUNCTIONS, None)
-    )
-    with pytest.raises(AssertionError, match="spans"):
-        step.run(LayerOptions(1.0))
+@pytest.mark.parametrize(
+    ("spans", "window"), [((Span(5, 3),), None), ((), Window(3, is_chunked=True))], ids=["spans", "chunks"]
+)
+def test_what_the_package_cannot_mask_is_an_error_without_a_fallback(
+    spans: tuple[Span, ...], window: Window | None
+) -> None:
+    step = Step([Chunk(9, 4, 4, 9, spans)], Sizes(), 0, torch.float32, backend=lambda: FlashBackend(FUNCTIONS, None))
+    with pytest.raises(AssertionError, match="mutual spans and chunks need a fallback"):
+        step.run(LayerOptions(1.0, window))

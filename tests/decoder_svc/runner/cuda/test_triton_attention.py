@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.cuda.interpreted_triton import COMPILED_FOLDER, FEW, SOME, interpreted, tile_of
@@ -54,9 +55,9 @@ def test_split_keys_give_the_reference_results(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [None, Window(50), Window(50, is_chunked=True)])
 def test_chunks_longer_than_a_tile_and_contexts_longer_than_a_tile_of_keys(
-    softcap: float | None, window: int | None
+    softcap: float | None, window: Window | None
 ) -> None:
     """Tiles start inside spans, and a sequence's last tile is not full."""
     chunks = [Chunk(150, 20, 20, 150, (Span(10, 45), Span(70, 60))), decode(90), Chunk(33, 0, 0, 33)]
@@ -69,7 +70,7 @@ def test_float16_results_are_within_its_precision(num_processors: int) -> None:
     """float16 replaces bfloat16, which the interpreter does not support."""
     backend = functools.partial(interpreted, num_processors)
     for chunks in ([Chunk(20, 6, 6, 20, (Span(4, 8), Span(14, 3))), decode(7)], [decode(100), decode(3)]):
-        Step(chunks, Sizes(16, 2, 2, 64), 0, torch.float16, backend=backend).check(LayerOptions(0.125, 30, 3.0))
+        Step(chunks, Sizes(16, 2, 2, 64), 0, torch.float16, backend=backend).check(LayerOptions(0.125, Window(30), 3.0))
 
 
 @pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256), LATENT])

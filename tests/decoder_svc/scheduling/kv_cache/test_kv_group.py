@@ -5,13 +5,17 @@ from __future__ import annotations
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import NO_HIT, KVCacheManager
 from decoder_svc.scheduling.kv_cache.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.request import Request
+from decoder_svc.scheduling.window import Window
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import fill, request
 
 
-def with_window(window: int, num_blocks: int = 32, num_sliding_blocks: int = 32, most: int = 12) -> KVCacheManager:
+def with_window(
+    window: int | Window, num_blocks: int = 32, num_sliding_blocks: int = 32, most: int = 12
+) -> KVCacheManager:
     """Blocks of four tokens for layers that see everything, and for layers with a window."""
-    return KVCacheManager(num_blocks, 4, sliding=SlidingGroupSize(window, num_sliding_blocks, most))
+    found = window if isinstance(window, Window) else Window(window)
+    return KVCacheManager(num_blocks, 4, sliding=SlidingGroupSize(found, num_sliding_blocks, most))
 
 
 def let_go_of_names(manager: KVCacheManager, one: Request, indexes: range) -> None:
@@ -55,6 +59,34 @@ def test_a_block_goes_when_the_last_of_its_tokens_leaves_the_window() -> None:
         manager.allocate(one, 1)
     # Token 9 sees 4 … 9, token 13 sees 8 … 13.
     assert firsts == {8: 0, 9: 1, 10: 1, 11: 1, 12: 1, 13: 2}
+
+
+def test_blocks_of_a_chunk_of_the_sequence_go_when_the_chunk_ends() -> None:
+    manager = with_window(Window(10, is_chunked=True))
+    one = request("a", 8)
+    fill(manager, one)
+    firsts = {}
+    for num_computed in range(8, 22):
+        one.num_computed_tokens = num_computed
+        manager.release_unseen(one)
+        firsts[num_computed] = manager.sliding_block_table(one.request_id)[0]
+        manager.allocate(one, 1)
+    # Token 10 is the first of its chunk, in the middle of block 2, and token 20 the first of block 5.
+    assert firsts == {**dict.fromkeys((8, 9), 0), **dict.fromkeys(range(10, 20), 2), **dict.fromkeys((20, 21), 5)}
+
+
+def test_a_prefix_that_ends_with_a_chunk_needs_no_block_of_it() -> None:
+    manager = with_window(Window(8, is_chunked=True))
+    one = request("a", 24, text="same")
+    manager.admit(one, NO_HIT)
+    manager.allocate(one, 24)
+    manager.publish(one, 24)
+    let_go_of_names(manager, one, range(4))
+    # Token 17 is in a chunk whose blocks are there. Token 13 is not, but the one that begins with token 16 needs none.
+    assert manager.find_prefix(request("b", 21, text="same")).num_tokens == 20
+    assert manager.find_prefix(request("c", 17, text="same")).num_tokens == 16
+    assert manager.find_prefix(request("d", 16, text="same")).num_tokens == 8
+    assert manager.find_prefix(request("e", 9, text="same")).sliding_block_ids == ()
 
 
 def test_a_prompt_that_sees_itself_is_kept_until_it_is_computed() -> None:

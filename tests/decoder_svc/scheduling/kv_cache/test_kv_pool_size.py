@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from decoder_svc.scheduling.kv_cache.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.window import Window
 from lookonce.errors import ConfigurationError
 
 
@@ -56,7 +57,7 @@ def test_a_pool_without_room_for_two_blocks_is_refused(wish: dict[str, int]) -> 
 def test_a_sliding_group_has_a_window_and_a_step_for_each_request_and_no_more_than_the_full_group() -> None:
     def size(num_blocks: int) -> tuple[int, int]:
         found = sliding_group_size(
-            1024, block_size=16, num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=2048
+            Window(1024), block_size=16, num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=2048
         )
         return found.num_blocks, found.max_blocks_per_request
 
