@@ -52,6 +52,15 @@ class WorstCase:
     num_draft_tokens: int = 0
 
 
+def within_pool(worst: WorstCase, free_bytes: int, block_bytes: int, block_size: int) -> WorstCase:
+    """Returns the same step with no longer a request than a KV pool of `free_bytes` could hold.
+
+    Models declare up to ten million positions, and attention over so many keys takes minutes.
+    """
+    most_tokens = free_bytes // block_bytes * block_size
+    return replace(worst, context_tokens=min(worst.context_tokens, max(worst.num_tokens, most_tokens)))
+
+
 def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
     """Returns rows of the largest images as the fetcher would deliver them, all zeros."""
     # A repeated zero byte writes the memory: untouched pages would not count as taken.

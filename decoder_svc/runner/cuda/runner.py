@@ -30,7 +30,7 @@ from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from decoder_svc.runner.sampling.device_penalties import DevicePenalties, Penalise, penalised_logits
 from decoder_svc.runner.sampling.sampler import Sampler
-from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, within_pool
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.quantized_layers import quantize_linears
@@ -132,6 +132,8 @@ class GPUModelRunner(ModelRunnerBase):
     def profile_run(self, worst: WorstCase) -> int:
         """Measures the step's peak by PyTorch's allocator, and the memory of graphs by the driver."""
         self._compile_kernels()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        worst = within_pool(worst, free, self.get_kv_cache_spec().block_bytes, self.config.block_size)
         self._dummy_run(worst)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

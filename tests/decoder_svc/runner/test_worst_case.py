@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from decoder_svc.prompt.family import load_family
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.runner_config import RunnerConfig
-from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, within_pool, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from decoder_svc.scheduling.window import Window
@@ -121,6 +121,14 @@ def test_the_step_uses_exactly_the_token_budget(
     keys = [image.key for image in step.admitted[0].images]
     assert keys == [fetched.key for fetched in worst_case_rows(worst)]
     assert len(set(keys)) == num_images
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "expected"), [(10_000, 300), (1000, 80), (799, 64), (0, 64)], ids=["fits", "pool", "step", "nothing"]
+)
+def test_a_request_is_no_longer_than_the_memory_of_a_pool_but_fills_its_step(free_bytes: int, expected: int) -> None:
+    worst = within_pool(worst_case(num_tokens=64, context_tokens=300), free_bytes, 100, BLOCK_SIZE)
+    assert worst == replace(worst_case(), context_tokens=expected)
 
 
 def test_the_sliding_table_reaches_a_window_back_from_the_first_token() -> None:
