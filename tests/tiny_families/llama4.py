@@ -32,13 +32,18 @@ _TEMPLATE = (
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """Builds a model of four text layers: two with experts, and two with neither positions nor chunks."""
+    return build_with(folder, seed, {})
+
+
+def build_with(folder: pathlib.Path, seed: int, text: dict[str, Any]) -> pathlib.Path:
+    """The same with other fields of the text model."""
     from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 
     tokenizer = parts.named_tokenizer(
         _SPECIAL, {}, bos="<|begin_of_text|>", eos="<|eot|>", pad="<|pad|>", template=_TEMPLATE
     )
     config = transformers.Llama4Config(
-        text_config=_text_config(tokenizer),
+        text_config=_text_config(tokenizer) | text,
         vision_config=_vision_config(),
         boi_token_index=tokenizer.convert_tokens_to_ids("<|image_start|>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<|image_end|>"),
