@@ -307,7 +307,7 @@ def _limits(
     if runner.recurrent is not None:
         states = state_group_size(
             wish,
-            StateCosts(runner.recurrent.state_bytes, spec.block_bytes, block_size),
+            StateCosts(runner.recurrent.state_bytes, spec.block_bytes + spec.sliding_block_bytes, block_size),
             free_bytes=free_bytes,
             max_num_seqs=settings.max_num_seqs,
             max_useful_blocks=max_useful_blocks,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.scheduling.window import Window
-from lookonce.model.text_support import CHUNKED_TYPE, HeadShape, recurrent_kinds
+from lookonce.model.text_support import CHUNKED_TYPE, HeadShape, layers_without_keys
 
 # Bytes of the scale of a rounded key or value.
 SCALE_BYTES = 4
@@ -92,15 +92,14 @@ class KVCacheSpec:
 
 
 def layers_with_window(text: Any) -> frozenset[int]:
-    """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
+    """Returns the layers of the sliding group: those with a window, beside others with keys and values and without one.
 
-    The set is empty when all layers have a window or none has, and in models with recurrent layers: then all are in the
-    full group, which keeps every token and applies the window as a mask.
+    The set is empty when all layers with keys and values have a window or none has: then they are in the full group,
+    which keeps every token and applies the window as a mask.
     """
-    if recurrent_kinds(text):
-        return frozenset()
     local = frozenset(layer for layer in range(text.num_hidden_layers) if layer_window(text, layer) is not None)
-    return local if len(local) < text.num_hidden_layers else frozenset()
+    num_with_keys = text.num_hidden_layers - len(layers_without_keys(text))
+    return local if len(local) < num_with_keys else frozenset()
 
 
 def layer_window(text: Any, layer: int) -> Window | None:

@@ -11,7 +11,7 @@ logits, but its keys and values are not stored (`ScheduledChunk.write_start`): t
 
 Layers with a sliding window form a group of their own (kv_group.py), which releases blocks outside the window. A prefix
 counts as cached only if both groups have all blocks that the next token attends to. Recurrent layers have states
-instead of blocks (state_group.py): a prefix counts as cached up to the last block behind which there is a snapshot.
+instead of blocks (state_group.py): a prefix counts as cached only up to a block behind which there is a snapshot.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KVCacheManager:
             is_shared: False disables the prefix cache: nothing is hashed, published or found.
             deterministic: Shares only whole blocks of prompts, which are computed block by block.
             sliding: Size of the sliding-window group; None: the model has none.
-            states: Size of the group of recurrent layers; None: the model has none. No model has both groups.
+            states: Size of the group of recurrent layers; None: the model has none.
         """
         self.block_size = block_size
         self.hasher = BlockHasher(block_size, deployment)
@@ -86,7 +86,6 @@ class KVCacheManager:
         self.pool = self._full.pool
         self._sliding = None if sliding is None else _sliding_group(sliding, block_size)
         self._groups = [self._full] if self._sliding is None else [self._full, self._sliding]
-        assert sliding is None or states is None, "a model with sliding windows and recurrent layers"
         self._states = None if states is None else StateGroup(states, block_size)
         # Number of blocks at the start of each table that were found in the cache or have been published.
         self._num_published: dict[RequestId, int] = {}
@@ -412,10 +411,14 @@ class KVCacheManager:
         snapshot: int | None = None
         if self._states is not None:
             # At least one token is computed, and a state cannot go back by one token.
-            most = (request.num_tokens - 1) // self.block_size
-            stop, snapshot = self._states.find_last(request.block_hashes, index, min(stop, most))
+            stop = min(stop, (request.num_tokens - 1) // self.block_size)
+            stop, snapshot = self._states.find_last(request.block_hashes, index, stop)
         if self._sliding is not None:
-            stop, sliding_blocks = self._find_sliding(self._sliding, request, index, stop)
+            usable, sliding_blocks = self._find_sliding(self._sliding, request, index, stop)
+            while self._states is not None and index < usable < stop:
+                stop, snapshot = self._states.find_last(request.block_hashes, index, usable)
+                usable, sliding_blocks = self._find_sliding(self._sliding, request, index, stop)
+            stop = usable
         if stop <= index:
             return NO_HIT
         num_tokens = self._num_hit_tokens(request, stop)

@@ -13,7 +13,8 @@ from decoder_svc.scheduling.window import Window
     ("kinds", "expected"),
     [
         (["full_attention", "sliding_attention", "sliding_attention"], {1, 2}),
-        (["conv", "sliding_attention", "full_attention"], set()),
+        (["conv", "sliding_attention", "full_attention"], {1}),
+        (["conv", "sliding_attention", "sliding_attention"], set()),
         (["sliding_attention"] * 3, set()),
     ],
 )

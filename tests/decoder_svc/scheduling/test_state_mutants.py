@@ -14,6 +14,7 @@ from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import StateUse
 from decoder_svc.scheduling.speculation import SpeculationLimits
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.traffic import MAX_NUM_SEQS, Traffic
 
@@ -217,15 +218,46 @@ def copies_of_a_request_that_ends_are_lost(patch: Patch) -> None:
     patch.setattr(StateGroup, "free", free)
 
 
+@mutation
+def a_hit_that_layers_with_a_window_shorten_keeps_its_snapshot(patch: Patch) -> None:
+    find_from, original = KVCacheManager._find_from, StateGroup.find_last
+    found: list[int | None] = []
+
+    def find(self: KVCacheManager, request: Request, index: int) -> Any:
+        found.clear()
+        return find_from(self, request, index)
+
+    def find_last(self: StateGroup, hashes: Any, start: int, stop: int) -> tuple[int, int | None]:
+        index, snapshot = original(self, hashes, start, stop)
+        found.append(snapshot)
+        return index, found[0]
+
+    patch.setattr(KVCacheManager, "_find_from", find)
+    patch.setattr(StateGroup, "find_last", find_last)
+
+
+@mutation
+def layers_with_a_window_are_not_asked_beside_recurrent_ones(patch: Patch) -> None:
+    original = KVCacheManager._find_sliding
+
+    def find(self: KVCacheManager, sliding: Any, request: Request, index: int, stop: int) -> tuple[int, list[int]]:
+        return (stop, []) if self._states is not None else original(self, sliding, request, index, stop)
+
+    patch.setattr(KVCacheManager, "_find_sliding", find)
+
+
 NUM_SNAPSHOTS = 3
 
 
 def run_all_seeds() -> None:
     states = StateGroupSize(MAX_NUM_SEQS, NUM_SNAPSHOTS, 1, num_draft_states=4)
+    # So many that layers with a window lose blocks sooner.
+    many = replace(states, num_snapshots=20)
     for seed in range(NUM_SEEDS):
         Traffic(seed, states=states).run(120)
         Traffic(seed, states=states, overlaps=True).run(120)
         Traffic(seed, states=states, speculation=SpeculationLimits(3)).run(120)
+        Traffic(seed, states=many, window=Window(5, is_chunked=seed % 2 == 1)).run(120)
 
 
 def test_nothing_is_noticed_where_nothing_is_wrong() -> None:

@@ -7,13 +7,18 @@ import itertools
 
 import pytest
 
+from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.kv_cache.state_group import StateGroupSize
+from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.scheduling.traffic import MAX_NUM_SEQS, Traffic
 
 NUM_SEEDS = 60
 # By the number of snapshots and the blocks between two of them.
 DRAFTS = SpeculationLimits(3)
+# Of layers beside recurrent ones.
+WINDOWS = [Window(5), Window(5, is_chunked=True)]
 SIZES = [(1, 1), (3, 1), (4, 2), (20, 1), (20, 3)]
 
 
@@ -27,6 +32,7 @@ def traffic_of(
     overlaps: bool = False,
     speculation: SpeculationLimits = NO_SPECULATION,
     num_draft_states: int = 0,
+    window: Window | None = None,
 ) -> Traffic:
     """Runs traffic once; it checks itself meanwhile."""
     traffic = Traffic(
@@ -34,6 +40,7 @@ def traffic_of(
         deterministic=deterministic,
         overlaps=overlaps,
         speculation=speculation,
+        window=window,
         states=StateGroupSize(MAX_NUM_SEQS, num_snapshots, interval, num_draft_states),
     )
     traffic.run(120)
@@ -56,6 +63,37 @@ def test_nor_in_deterministic_mode(seed: int, num_snapshots: int, interval: int)
 @pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
 def test_nor_where_steps_may_overlap(seed: int, num_snapshots: int, interval: int) -> None:
     traffic_of(seed, num_snapshots, interval, overlaps=True)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("num_snapshots", "interval"), SIZES)
+@pytest.mark.parametrize("seed", range(NUM_SEEDS // 4))
+def test_nor_beside_layers_with_a_window(seed: int, num_snapshots: int, interval: int, window: Window) -> None:
+    traffic_of(seed, num_snapshots, interval, window=window)
+    drafts = num_snapshots
+    traffic_of(seed, num_snapshots, interval, speculation=DRAFTS, num_draft_states=drafts, window=window)
+
+
+def test_traffic_with_both_kinds_of_layers_is_worth_testing_with() -> None:
+    """Hits that end in front of the last snapshot, because layers with a window have lost blocks of it."""
+    hits = shorter = 0
+    find = KVCacheManager._find_from
+
+    def compared(self: KVCacheManager, request: Request, index: int) -> PrefixHit:
+        nonlocal hits, shorter
+        hit = find(self, request, index)
+        sliding, self._sliding = self._sliding, None
+        without = find(self, request, index)
+        self._sliding = sliding
+        hits += hit.num_tokens > 0
+        shorter += 0 < hit.num_tokens < without.num_tokens
+        return hit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheManager, "_find_from", compared)
+        for seed in range(NUM_SEEDS):
+            traffic_of.__wrapped__(seed, 20, 1, window=WINDOWS[seed % 2])
+    assert min(hits // 10, shorter) >= 4, (hits, shorter)
 
 
 # One draft in a step, some, and as many as all requests can have.
