@@ -225,7 +225,7 @@ def test_a_prefix_is_used_where_layers_with_a_window_have_it_too(
     expected = max(0, num_known - num_lost_blocks)
     window = family.offline.runner.get_kv_cache_spec().window
     if window is not None and window.is_chunked and num_lost_blocks:
-        # Where a chunk begins, no lost block is needed.
+        # At the begin of a chunk, lost blocks are not needed.
         expected = max(
             expected, num_known - num_known % (math.lcm(window.size, families.BLOCK_SIZE) // families.BLOCK_SIZE)
         )

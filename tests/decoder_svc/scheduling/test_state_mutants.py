@@ -251,7 +251,7 @@ NUM_SNAPSHOTS = 3
 
 def run_all_seeds() -> None:
     states = StateGroupSize(MAX_NUM_SEQS, NUM_SNAPSHOTS, 1, num_draft_states=4)
-    # So many that layers with a window lose blocks sooner.
+    # With many snapshots, layers with a window lose their blocks first.
     many = replace(states, num_snapshots=20)
     for seed in range(NUM_SEEDS):
         Traffic(seed, states=states).run(120)

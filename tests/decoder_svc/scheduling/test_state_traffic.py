@@ -17,7 +17,7 @@ from tests.decoder_svc.scheduling.traffic import MAX_NUM_SEQS, Traffic
 NUM_SEEDS = 60
 # By the number of snapshots and the blocks between two of them.
 DRAFTS = SpeculationLimits(3)
-# Of layers beside recurrent ones.
+# The windows of layers beside recurrent ones.
 WINDOWS = [Window(5), Window(5, is_chunked=True)]
 SIZES = [(1, 1), (3, 1), (4, 2), (20, 1), (20, 3)]
 
