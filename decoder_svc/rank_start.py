@@ -57,16 +57,21 @@ def started_ranks(settings: DecoderSettings, device: DeviceChoice) -> Iterator[O
 
 def rank_config(config: RunnerConfig, device: str, dtype: str | None) -> RankConfig:
     """Returns what all ranks load alike, from the configuration of rank 0 and the names of its device and type."""
-    shared = {name: getattr(config, name) for name in RankConfig.__struct_fields__ if name not in ("device", "dtype")}
-    return RankConfig(device=device, dtype=dtype, **shared)
+    own = ("device", "dtype", "has_adapters")
+    shared = {name: getattr(config, name) for name in RankConfig.__struct_fields__ if name not in own}
+    return RankConfig(device=device, dtype=dtype, has_adapters=config.adapters is not None, **shared)
 
 
 def config_of_rank(config: RankConfig, folder: ModelFolder, num_threads: int | None, ranks: RankGroup) -> RunnerConfig:
     """Returns the configuration of a rank's runner, for a process that is not rank 0."""
     values = msgspec.structs.asdict(config)
     del values["device"]
+    # Rank 0 reads the folders, and tells what is in them.
+    adapters = () if values.pop("has_adapters") else None
     dtype = None if config.dtype is None else TORCH_DTYPES[config.dtype]
-    return RunnerConfig(**{**values, "dtype": dtype}, folder=folder.path, num_threads=num_threads, ranks=ranks)
+    return RunnerConfig(
+        **{**values, "dtype": dtype, "adapters": adapters}, folder=folder.path, num_threads=num_threads, ranks=ranks
+    )
 
 
 def threads_of_rank(settings: DecoderSettings) -> int | None:
@@ -80,7 +85,6 @@ def threads_of_rank(settings: DecoderSettings) -> int | None:
 def _check(settings: DecoderSettings, device: DeviceChoice) -> None:
     refused = {
         f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
-        "with adapters": bool(settings.adapters or settings.adapters_folder),
         "on this operating system": not hasattr(select, "POLLRDHUP"),
     }
     for what, is_asked_for in refused.items():

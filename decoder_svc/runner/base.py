@@ -121,7 +121,8 @@ class ModelRunnerBase(ABC):
         fix_sparse_activations(getattr(self.model.model, text_child(self.model)), self.model.dtype)
         # None: the model has no recurrent layers.
         self.recurrent = self._install_recurrent_layers()
-        self._load_adapters()
+        if config.ranks is None:
+            self._load_adapters()
         experts, padded = family.image_expert_ids, family.padded_input_ids
         self.language = LanguagePass(
             self.model,
@@ -152,6 +153,9 @@ class ModelRunnerBase(ABC):
         """Makes this runner the one that tells the other ranks of a split model what to compute."""
         assert isinstance(self.language, LanguagePass), "it is called once"
         self.leader, self.language = leader, LeadingPass(self.language, leader)
+        if self.adapters is not None:
+            self.adapters.lead(leader.place_adapter)
+            self._load_adapters()
 
     # Overridden by each device.
 
@@ -426,7 +430,8 @@ class ModelRunnerBase(ABC):
             logits, likeliest = decoded.logits, decoded.likeliest
         else:
             if self.leader is not None:
-                self.leader.begin_step(flat, has_images=self.batch.has_image_tokens(chunks))
+                adapted = () if self.adapters is None else self.adapters.tokens
+                self.leader.begin_step(flat, adapted, has_images=self.batch.has_image_tokens(chunks))
             inputs = self.prepare_inputs(flat)
             embedded, likeliest = self._embed(inputs, chunks), None
             with self.hidden_states.keeping() if keeps_hidden else nullcontext():

@@ -7,9 +7,10 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
+from decoder_svc.runner.adapters.low_rank import LowRank
 from decoder_svc.runner.attention import forward_context
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Step, received
+from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Matrices, Place, Step, received
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.step_metadata import PreparedInputs
 
@@ -22,6 +23,8 @@ class RankSteps:
         self._runner = runner
         self._group = group
         self._connection = connection
+        # The matrices of the adapter that rank 0 is telling of.
+        self._matrices: dict[str, LowRank] = {}
         self._hidden_size = int(runner.model.config.get_text_config().hidden_size)
 
     def run(self) -> None:
@@ -35,6 +38,10 @@ class RankSteps:
                 if isinstance(message, Allocate):
                     sizes = message.num_blocks, message.num_sliding_blocks, message.num_snapshots
                     self._runner.initialize_kv_cache(*sizes)
+                elif isinstance(message, Matrices):
+                    self._matrices[message.name] = LowRank(message.down.tensor(), message.up.tensor())
+                elif isinstance(message, Place):
+                    self._place(message)
                 elif isinstance(message, Step):
                     self._compute(message)
                 else:
@@ -43,7 +50,14 @@ class RankSteps:
                     self._group.send_from_first([hidden])
                     self._runner.language.logits_of(hidden)
 
+    def _place(self, place: Place) -> None:
+        assert self._runner.adapters is not None, "rank 0 tells of adapters"
+        self._runner.adapters.follow(place.slot, self._matrices if place.is_there else None)
+        self._matrices.clear()
+
     def _compute(self, step: Step) -> None:
+        if self._runner.adapters is not None:
+            self._runner.adapters.tokens = step.adapted
         inputs = self._runner.prepare_inputs(step.flat)
         language = self._runner.language
         embeddings = language.split_levels(language.look_up_rows(inputs.token_ids))[0]

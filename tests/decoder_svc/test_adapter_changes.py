@@ -38,11 +38,17 @@ def folders(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-@pytest.fixture(params=["thread", "process"])
+# Where the engine runs, and what the model is split over.
+ENGINES: dict[str, dict[str, Any]] = {
+    "thread": {}, "process": {"engine": "process"}, "ranks": {"tensor_parallel_size": 2}
+}  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
 async def decoder(request: pytest.FixtureRequest, folders: pathlib.Path) -> AsyncIterator[RunningDecoder]:
     settings: dict[str, Any] = {"adapters": f"first={folders / 'one'}", "adapters_folder": folders}
     settings["admin_listen"] = "127.0.0.1:0"
-    async with running_decoder(DEMO_MODEL, dtype="float32", engine=request.param, **settings) as decoder:
+    async with running_decoder(DEMO_MODEL, dtype="float32", **ENGINES[request.param], **settings) as decoder:
         yield decoder
 
 

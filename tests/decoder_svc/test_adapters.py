@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.errors import ConfigurationError
 from tests import tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, running_decoder
 from tests.lora_folders import generated, lora_folder, with_adapter
@@ -52,7 +54,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 4},
     "speculation": {"speculative_tokens": 4, "speculative_ngram_min": 1},
     "process": {"engine": "process"},
+    "two ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32, "max_num_seqs": 4},
 }
+# Types of models that are not split over ranks.
+NOT_SPLIT = {"gemma4"}
 PROMPTS = ["red", "what is in the picture, and where is it? " * 3, "a small cat near a red boat"]
 
 
@@ -99,7 +104,13 @@ async def test_answers_are_those_of_peft(
     way: str, folders: dict[str, pathlib.Path], answers: dict[tuple[str, str], tuple[list[int], list[int]]]
 ) -> None:
     assert len({str(answer) for _, answer in answers.values()}) > len(folders), "the adapters change nothing"
-    async with running_decoder(folders[""], dtype="float32", adapters=setting(folders), **WAYS[way]) as decoder:
+    settings = {"dtype": "float32", "adapters": setting(folders), **WAYS[way]}
+    if way == "two ranks" and json.loads((folders[""] / "config.json").read_text())["model_type"] in NOT_SPLIT:
+        with pytest.raises(ConfigurationError, match="layers with different heads"):
+            async with running_decoder(folders[""], **settings):
+                pass
+        return
+    async with running_decoder(folders[""], **settings) as decoder:
         info = await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())
         assert list(info.adapters) == sorted(name.replace(" ", "-") for name in ADAPTERS)
         # Twice: the second time, prompts are in the prefix cache.

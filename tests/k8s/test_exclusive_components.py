@@ -13,7 +13,6 @@ _PAIRS = (
     ("mtls", "decoder-affinity"),
     ("mtls", "grpc-route"),
     ("hpa", "keda"),
-    ("adapters", "leaderworkerset"),
     ("model-image-volume", "model-init-container"),
 )
 

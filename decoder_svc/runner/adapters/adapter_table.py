@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,6 +36,19 @@ class AdaptedModel(Protocol):
         """Adds what was prepared, or nothing any more if it is None."""
 
 
+class ReadAdapter(NamedTuple):
+    """An adapter that was read, for `AdapterTable.add`."""
+
+    # The result of AdaptedModel.prepare.
+    prepared: Any
+    # What the other ranks of a split model are told; None without them.
+    low_ranks: Mapping[str, LowRank] | None
+
+
+# Tells the other ranks of a split model which adapter has a slot from now on; None: none.
+TellRanks = Callable[[int, Mapping[str, LowRank] | None], None]
+
+
 class AdapterTable:
     """Adapters by their fingerprints. `begin_step` says which tokens they apply to until it is called again."""
 
@@ -43,6 +56,7 @@ class AdapterTable:
         """`model` is the language half as transformers loads it."""
         self._linears = TextLinears(model)
         self._model: AdaptedModel | None = None
+        self._tell_ranks: TellRanks | None = None
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
         # The adapted tokens of the step, in their order.
@@ -65,18 +79,25 @@ class AdapterTable:
         """Sets the layers to which adapters are added. Call it before the first `add`."""
         self._model = model
 
-    def read(self, folder: AdapterFolder) -> Any:
+    def lead(self, tell: TellRanks) -> None:
+        """Has every change told to the other ranks of a split model. Call it before the first `read`."""
+        self._tell_ranks = tell
+
+    def read(self, folder: AdapterFolder) -> ReadAdapter:
         """Reads an adapter for `add`. Any thread may call it. Raises ModelFolderError if it does not fit the model."""
         assert self._model is not None, "apply_to comes first"
-        return self._model.prepare(read_low_ranks(folder, self._linears))
+        low_ranks = read_low_ranks(folder, self._linears)
+        return ReadAdapter(self._model.prepare(low_ranks), None if self._tell_ranks is None else low_ranks)
 
-    def add(self, fingerprint: str, prepared: Any) -> None:
+    def add(self, fingerprint: str, read: ReadAdapter) -> None:
         """Adds an adapter that was read, unless one with the same content is there."""
         if fingerprint in self._slots:
             return
         assert self._model is not None, "apply_to comes first"
         slot = self._free_slots[-1] if self._free_slots else len(self._slots)
-        self._model.place(slot, prepared)
+        self._model.place(slot, read.prepared)
+        if self._tell_ranks is not None:
+            self._tell_ranks(slot, read.low_ranks)
         self._slots[fingerprint] = slot
         if self._free_slots:
             self._free_slots.pop()
@@ -88,6 +109,13 @@ class AdapterTable:
             assert self._model is not None, "apply_to comes first"
             self._free_slots.append(slot)
             self._model.place(slot, None)
+            if self._tell_ranks is not None:
+                self._tell_ranks(slot, None)
+
+    def follow(self, slot: int, low_ranks: Mapping[str, LowRank] | None) -> None:
+        """Does on another rank what rank 0 tells."""
+        assert self._model is not None, "apply_to comes first"
+        self._model.place(slot, None if low_ranks is None else self._model.prepare(low_ranks))
 
     def begin_step(self, chunks: Sequence[ScheduledChunk], adapters: Sequence[str | None]) -> None:
         """Takes the chunks of a pass, and the fingerprint of each one's adapter; None: the base model."""

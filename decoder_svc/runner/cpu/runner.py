@@ -23,6 +23,7 @@ from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.split_adapters import SplitAdapters
 from decoder_svc.runner.parallel.split_model import split_model
 from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
@@ -85,6 +86,7 @@ class CPUModelRunner(ModelRunnerBase):
             text_model = getattr(self.model.model, text_child(self.model))
             # This rank's part of a layer is cut out of the codes of the whole layer.
             quantize_linears(self.model, text_model, self.config.quantize_bits, is_lazy=True)
+        self.adapters = self._adapter_table()
         self.num_kv_heads = split_model(self.model, ranks)
         self._choose_backend()
         has_codes = has_quantized_layers(self.model)
@@ -97,6 +99,9 @@ class CPUModelRunner(ModelRunnerBase):
             if has_quantized_layers(self.model.lm_head):
                 replace_linears(self.model.lm_head, make)
         self._make_others_whole()
+        if self.adapters is not None:
+            text_model = getattr(self.model.model, text_child(self.model))
+            self.adapters.apply_to(SplitAdapters(text_model, self.adapters, ranks, self.model.dtype))
         logger.info("rank %d of %d has its part of the language model", ranks.rank, ranks.size)
 
     def _make_others_whole(self) -> None:

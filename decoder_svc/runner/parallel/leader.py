@@ -6,15 +6,27 @@ whose blocks have the same ids everywhere: what they are told of a step is all t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from torch import Tensor
 
+from decoder_svc.runner.adapters.adapter_table import AdaptedTokens
+from decoder_svc.runner.adapters.low_rank import LowRank
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.language_pass import LanguagePass
-from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Message, Step, encoded
+from decoder_svc.runner.parallel.messages import (
+    Allocate,
+    Forward,
+    Head,
+    Matrices,
+    Matrix,
+    Message,
+    Place,
+    Step,
+    encoded,
+)
 from decoder_svc.runner.parallel.rank_group import RankGroup
 
 
@@ -39,10 +51,16 @@ class Leader:
         """Makes the pools of all other ranks."""
         self._tell(Allocate(num_blocks, num_sliding_blocks, num_snapshots))
 
-    def begin_step(self, flat: FlatInputs, *, has_images: bool) -> None:
+    def place_adapter(self, slot: int, low_ranks: Mapping[str, LowRank] | None) -> None:
+        """Adds an adapter on all other ranks, or takes one away."""
+        for name, low_rank in (low_ranks or {}).items():
+            self._tell(Matrices(name, Matrix.of(low_rank.down), Matrix.of(low_rank.up)))
+        self._tell(Place(slot, low_ranks is not None))
+
+    def begin_step(self, flat: FlatInputs, adapted: tuple[AdaptedTokens, ...], *, has_images: bool) -> None:
         """Begins a step on all other ranks. `has_images`: rows of images will take the place of embeddings."""
         self._has_images = has_images
-        self._tell(Step(flat))
+        self._tell(Step(flat, adapted))
 
     @contextmanager
     def forward(

@@ -2,6 +2,8 @@
 
 rank 0 -> each other   Start       who it is, and what it loads; it answers Loaded once it has its part of the model
                        Allocate    it makes its pools
+                       Matrices    it keeps what an adapter adds to one linear layer
+                       Place       it adds the matrices since the last Place to its layers, as one adapter
                        Step        it looks the tokens of a step up
                        Forward     it computes the layers for these tokens
                        Head        it computes its part of the logits of hidden states
@@ -17,7 +19,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
+from decoder_svc.runner.adapters.adapter_table import AdaptedTokens
 from decoder_svc.runner.input_batch import FlatInputs
 
 
@@ -36,6 +41,8 @@ class RankConfig(msgspec.Struct, frozen=True):
     rounds_kv_cache: bool
     # Bits to which weights are rounded while they are loaded; None: they are not.
     quantize_bits: int | None
+    # Whether rank 0 will tell of adapters.
+    has_adapters: bool
 
 
 class Start(msgspec.Struct, tag=True):
@@ -81,10 +88,45 @@ class Allocate(msgspec.Struct, tag=True):
     num_snapshots: int
 
 
+class Matrix(msgspec.Struct, frozen=True):
+    """A matrix in row order."""
+
+    num_rows: int
+    # float32
+    numbers: bytes
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Matrix:
+        """Returns a float32 matrix of the CPU as part of a message."""
+        return cls(len(matrix), matrix.contiguous().numpy().tobytes())
+
+    def tensor(self) -> Tensor:
+        """Returns the matrix."""
+        return torch.frombuffer(bytearray(self.numbers), dtype=torch.float32).view(self.num_rows, -1)
+
+
+class Matrices(msgspec.Struct, tag=True):
+    """What an adapter adds to a linear layer (LowRank), whole."""
+
+    # The layer's name in the text model.
+    name: str
+    down: Matrix
+    up: Matrix
+
+
+class Place(msgspec.Struct, tag=True):
+    """An adapter has a slot from now on, or none has."""
+
+    slot: int
+    is_there: bool
+
+
 class Step(msgspec.Struct, tag=True):
     """The tokens of a step. Each rank's part of their embeddings is summed."""
 
     flat: FlatInputs
+    # The tokens that have adapters.
+    adapted: tuple[AdaptedTokens, ...]
 
 
 class Forward(msgspec.Struct, tag=True):
@@ -104,7 +146,7 @@ class Head(msgspec.Struct, tag=True):
     num_rows: int
 
 
-Message = Start | Tell | Ask | Told | Met | Loaded | Allocate | Step | Forward | Head
+Message = Start | Tell | Ask | Told | Met | Loaded | Allocate | Matrices | Place | Step | Forward | Head
 
 
 def encoded(message: Message) -> bytes:
