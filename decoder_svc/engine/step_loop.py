@@ -363,7 +363,8 @@ class StepLoop:
         except Exception as error:
             self._fail_step(error, launched.output, behind)
             return False
-        self._outbox.extend(outputs_of(self._without_dead_ends(self._scheduler.update(launched.output, sampled))))
+        updates = self._without_dead_ends(self._scheduler.update(launched.output, sampled))
+        self._outbox.extend(outputs_of(self._without_nan(updates, sampled)))
         if launched.output.chunks:
             # A step without chunks only removes requests from the batch: its success does not end a row of failures.
             self._failures.note_success()
@@ -388,6 +389,25 @@ class StepLoop:
             self._scheduler.abort(request_id)
             self._outbox.append((request_id, error))
         return [update for update in updates if update.request.request_id not in dead]
+
+    def _without_nan(self, updates: list[TokenUpdate], sampled: list[SampledToken]) -> list[TokenUpdate]:
+        """Ends requests for which the model has computed NaN, and returns the updates of all others.
+
+        Blocks of the same step may hold NaN as well, also those of tokens in front of the one it began with. So the
+        prefix cache is emptied. A request that has such a block already gets NaN, too, and ends here.
+        """
+        broken = {token.request_id for token in sampled if token.is_nan}
+        if not broken:
+            return updates
+        incident = uuid.uuid4().hex
+        logger.error("the model computed NaN for %s, incident %s", ", ".join(sorted(broken)), incident)
+        for request_id in broken:
+            # It may have ended before this step was settled, or with this token.
+            is_live = self._scheduler.abort(request_id) is not None
+            if is_live or any(update.request.request_id == request_id for update in updates):
+                self._outbox.append((request_id, InternalError(f"the model computed no number, incident {incident}")))
+        self._scheduler.kv_cache.reset_prefix_cache()
+        return [update for update in updates if update.request.request_id not in broken]
 
     def _admission(self, request_id: RequestId) -> RequestOutput:
         return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))

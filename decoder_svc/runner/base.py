@@ -443,8 +443,10 @@ class ModelRunnerBase(ABC):
                 if describes_prompts:
                     note_prompt_logprobs(hidden, chunks, self.batch, self.language.logits_of)
         if rows:
+            # If a hidden state is not a number, no logit of it is one.
+            are_nan = self.transfer.fetch(logits[:, 0].isnan())
             sample = launch_sample(self.sampler, logits, rows, masks(), likeliest)
-            step.add(sample, flat.sampled_ids, rows, embeddings)
+            step.add(sample, flat.sampled_ids, rows, are_nan, embeddings)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""

@@ -177,6 +177,8 @@ class SampledToken:
     # Whether the step behind has read another id in its place: that step's chunk of the request is void, and gives no
     # token.
     is_corrected: bool = False
+    # Whether the model has computed NaN for it: the token means nothing.
+    is_nan: bool = False
 
 
 def tokens_by_request(sampled: Iterable[SampledToken]) -> dict[RequestId, list[SampledToken]]:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import load_text_half
 from lookonce.model.model_folder import ModelFolder
 from lookonce.server.settings_parser import parse_settings
 from tests.conftest import DEMO_MODEL, REPOSITORY
+from tests.decoder_svc.decoders import running_decoder
 
 # Ends of names of tensors.
 NORM = ".layers.0.input_layernorm.weight"
@@ -66,6 +73,60 @@ def test_a_weight_that_is_no_number_ends_the_decoder(
     log = decoder_log(folder, *flags)
     assert "the language model computes NaN" in log
     assert "Traceback" not in log
+
+
+# Where rows are computed, and how: in one process or two, in chunks, behind drafts, with codes for keys and values.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "process": {"engine": "process"},
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 2},
+    "drafts": {"speculative_tokens": 3, "speculative_ngram_min": 1},
+    "codes": {"kv_cache_dtype": "int8"},
+}
+BAD_TOKEN = 100
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_token_that_makes_nan_ends_its_requests_and_changes_no_answer_of_others(
+    folder: pathlib.Path, way: str
+) -> None:
+    """Others share the blocks in front of the token with its requests."""
+    change_tensor(folder, "embed_tokens.weight", spoil_row)
+    prompts = [[60 + (7 * place + length) % 39 for place in range(length)] for length in (5, 17, 33, 60, 90, 17)]
+    settings = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 60, "max_context_tokens": 140, **WAYS[way]}
+    async with running_decoder(folder, **settings) as decoder:
+
+        async def answer(ids: list[int]) -> list[int] | str:
+            request = pb.GenerateRequest(
+                params=pb.GenerateParams(
+                    tokens=pb.TokenPrompt(token_ids=ids),
+                    sampling=pb.SamplingParams(max_tokens=12, min_tokens=12, temperature=0.0),
+                )
+            )
+            try:
+                return list((await decoder.stub.Generate(request)).choices[0].token_ids)
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+
+        expected = [await answer(ids) for ids in prompts]
+        assert all(isinstance(each, list) for each in expected)
+        for number, ids in enumerate(prompts * 3):
+            half = len(ids) // 2
+            ended = await answer([*ids[:half], BAD_TOKEN, *ids[half:]])
+            assert isinstance(ended, str)
+            assert re.fullmatch("INTERNAL: the model computed no number, incident [0-9a-f]{32}", ended)
+            assert [await answer(each) for each in prompts] == expected, number
+        # Beside each other, a request that has a block of another's step may end like it. None is answered wrongly.
+        mixed = [*prompts, *([*ids[:8], BAD_TOKEN, *ids[8:]] for ids in prompts)]
+        found = await asyncio.gather(*map(answer, mixed))
+        for one, wanted in zip(found, [*expected, *[None] * len(prompts)], strict=True):
+            assert isinstance(one, str) if wanted is None else one == wanted or isinstance(one, str)
+        assert [await answer(each) for each in prompts] == expected
+
+
+def spoil_row(table: torch.Tensor) -> torch.Tensor:
+    table[BAD_TOKEN, 3] = torch.nan
+    return table
 
 
 def test_a_norm_that_divides_by_nothing_ends_the_decoder(folder: pathlib.Path) -> None:

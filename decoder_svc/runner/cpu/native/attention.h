@@ -456,6 +456,12 @@ class Attention {
     Left* weights = space.weights.data() + row * kTileKeys;
     if (top == -INFINITY) {
       std::fill(weights, weights + kTileKeys, Left{0});
+      // The only keys that are seen may have scores that are NaN.
+      Floats none{};
+      for (int64_t group = 0; group < kTileGroups; ++group) {
+        none += select(scaled[group] < INFINITY, 0.0f, scaled[group]);
+      }
+      piece.weights[row] += sum_of_lanes(none);
       return;
     }
     Floats total{};

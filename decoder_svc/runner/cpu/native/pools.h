@@ -95,8 +95,18 @@ void expand_codes(const int8_t* codes, int64_t count, typename Type::Element* to
   }
 }
 
-// Writes one head's `key` and `value` [head_dim]; no value where values are parts of keys. `is_last`: no later token of this sequence is in the step. The element
-// that shares a word with the last value is multiplied by a weight of 0, so it must not be NaN and is set to 0.
+// Whether [count] elements are finite numbers.
+template <typename Type>
+bool are_finite(const typename Type::Element* from, int64_t count) {
+  return !std::isnan(largest_size(count, [&](int64_t i) { return Type::load(from + i); }));
+}
+
+// Writes one head's `key` and `value` [head_dim]; no value where values are parts of keys. `is_last`: no later token of
+// this sequence is in the step. The element that shares a word with the last value is multiplied by a weight of 0, so it
+// must not be NaN and is set to 0.
+//
+// If an element is infinite or not a number, so are the results of all tokens that see this one, and of no others: the
+// key becomes NaN, and the value, which is multiplied by 0 for tokens that do not see it, becomes 0.
 template <typename Type>
 void write_token(const Heads& heads, const Pools& pools, int64_t slot, int64_t head, const typename Type::Element* key,
                  const typename Type::Element* value, bool is_last) {
@@ -109,7 +119,22 @@ void write_token(const Heads& heads, const Pools& pools, int64_t slot, int64_t h
     for (int64_t d = 0; d < dim; ++d) keys.codes[Places::key(in_block, d, dim)] = codes[d];
     values.scales[in_block] = round_to_codes<Type>(value, dim, codes);
     for (int64_t d = 0; d < dim; ++d) values.codes[Places::value(in_block, d, dim)] = codes[d];
+    if (std::isnan(keys.scales[in_block] + values.scales[in_block])) {
+      keys.scales[in_block] = NAN;
+      values.scales[in_block] = 0.0f;
+    }
     return;
+  }
+  using Element = typename Type::Element;
+  Element spoilt_key[kMaxHeadDim], spoilt_value[kMaxHeadDim];
+  if (!are_finite<Type>(key, dim) || (value != nullptr && !are_finite<Type>(value, dim))) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      // Where values are the first parts of keys, the last part alone is NaN.
+      Type::store(spoilt_key + d, Floats(d + kLanes == dim ? NAN : 0.0f));
+      Type::store(spoilt_value + d, Floats(0.0f));
+    }
+    key = spoilt_key;
+    value = value == nullptr ? nullptr : spoilt_value;
   }
   const HeadBlock<Type> to(heads, pools, block, head);
   if (heads.value_dim > 0) {

@@ -300,3 +300,26 @@ def test_pytorch_is_used_without_a_writable_cache(monkeypatch: pytest.MonkeyPatc
         assert type(chosen()) is HostSdpaBackend
     finally:
         library_of_level.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 2, 2, 16), Sizes(4, 1, 6, 48, 32)], ids=["values", "latents"])
+@pytest.mark.parametrize("window", [None, Window(5)])
+def test_a_token_that_is_no_number_reaches_the_tokens_that_see_it_and_no_others(
+    dtype: torch.dtype, wrong: float, part: str, sizes: Sizes, window: Window | None
+) -> None:
+    """A weight of 0 would not hide it from the tokens before it, whose blocks other requests may share."""
+    options, place = LayerOptions(0.3, window), 9
+    chunks = [Chunk(30, 0, 0, 30), Chunk(12, 0, 0, 12)]
+    clean, spoilt = (Step(chunks, sizes, 4, dtype, backend=Native) for _ in range(2))
+    getattr(spoilt.contents[0], part)[place, :, 3] = wrong
+    expected, found = clean.run(options), spoilt.run(options)
+    size = sizes.value_dim
+    sees = [window is None or token - place < window.size for token in range(place, 30)]
+    is_nan = found[0][..., :size].isnan().flatten(1)
+    assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False] * place + sees
+    kept = ~is_nan.any(1)
+    assert torch.equal(found[0][kept][..., :size], expected[0][kept][..., :size])
+    assert torch.equal(found[1][..., :size], expected[1][..., :size])
