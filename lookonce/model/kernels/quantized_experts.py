@@ -25,12 +25,13 @@ Expert = tuple[tuple[Weight, ...], Weight]
 _FIRST = {True: "gate_up_proj", False: "up_proj"}
 _LAST = "down_proj"
 
-# Sizes of the tokens with which a module is compared to plain experts: from those that find an addition to those that
-# reach the bounds of bounded gates; and the sizes of the experts that compute them.
+# A module is compared to plain experts with tokens of these sizes: the least finds an addition, and the largest reaches
+# the bounds of bounded gates.
 _TRIED_SIZES = (0.1, 1.0, 10.0, 100.0, 1000.0)
+# So many experts compute them, each of so many units.
+_TRIED_EXPERTS, _TRIED_UNITS = 4, 16
 # Largest accepted difference of the results of such a token, relative to their norm.
 _TOLERANCE = 1e-4
-_TRIED_EXPERTS, _TRIED_UNITS = 4, 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,28 @@ def test_an_embedding_table_of_codes_is_refused_by_name(tmp_path: pathlib.Path) 
         load_text_half(tmp_path / "stored", torch.float32, "eager")
 
 
+def test_codes_of_experts_that_the_kernels_do_not_compute_are_refused_by_load_and_check(tmp_path: pathlib.Path) -> None:
+    built("qwen3_vl_moe", tmp_path)
+    file = tmp_path / "stored" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["hidden_act"] = "tanh"
+    file.write_text(json.dumps(config))
+    folder = ModelFolder.open(tmp_path / "stored")
+    reason = "Qwen3VLMoeTextExperts is none of the MLPs that the kernels compute; use the unquantized model"
+    with pytest.raises(ModelFolderError, match=reason):
+        load_text_half(folder.path, torch.float32, "eager")
+    with pytest.raises(ModelFolderError, match=reason):
+        check_half(folder, FamilyModel.load(folder).source.config, Half.TEXT)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "nemotron_h_omni"])
+def test_a_check_counts_the_layers_of_experts(family: str, tmp_path: pathlib.Path) -> None:
+    names = built(family, tmp_path, "compressed-int8")
+    folder = ModelFolder.open(tmp_path / "stored")
+    text = check_half(folder, FamilyModel.load(folder).source.config, Half.TEXT)
+    assert text.quantized == {"int8 with a scale for each row": len(names)}
+
+
 def test_codes_without_an_entry_in_the_configuration_do_not_fit(tmp_path: pathlib.Path) -> None:
     built("qwen2_5_vl", tmp_path)
     file = tmp_path / "stored" / "config.json"
