@@ -28,7 +28,7 @@ _LAST = "down_proj"
 # A module is compared to plain experts with tokens of these sizes: the least finds an addition, and the largest reaches
 # the bounds of bounded gates.
 _TRIED_SIZES = (0.1, 1.0, 10.0, 100.0, 1000.0)
-# So many experts compute them, each of so many units.
+# The number of experts that compute them, and the units of each.
 _TRIED_EXPERTS, _TRIED_UNITS = 4, 16
 # Largest accepted difference of the results of such a token, relative to their norm.
 _TOLERANCE = 1e-4
