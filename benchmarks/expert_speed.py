@@ -1,8 +1,8 @@
 """How fast is a mixture of experts, by transformers and by our kernel? `--help` lists the options.
 
-One layer of Qwen3-30B-A3B's sizes, or one with half of Llama 4 Scout's (its router and shared expert included), with
-random weights and random choices of experts. Each round computes the same tokens with every form of the layer, in
-turns.
+One layer of Qwen3-30B-A3B's sizes, or one with half of Llama 4 Scout's (its router and shared expert included), or one
+of Nemotron 3 Nano's with fewer experts, which have no gates. Weights and choices of experts are random. Each round
+computes the same tokens with every form of the layer, in turns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 
@@ -51,7 +53,12 @@ class Sizes:
     num_chosen: int
 
 
-_SIZES = {"qwen3_vl_moe": Sizes(2048, 768, 64, 8), "llama4": Sizes(2560, 4096, 16, 1)}
+# The real Nemotron 3 Nano has 128 experts, which in four forms of float32 would take 15 GB.
+_SIZES = {
+    "qwen3_vl_moe": Sizes(2048, 768, 64, 8),
+    "llama4": Sizes(2560, 4096, 16, 1),
+    "nemotron_h": Sizes(2688, 1856, 24, 6),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +126,23 @@ def _cells(model: str, dtype: str, arguments: argparse.Namespace) -> list[Cell]:
 
 
 def _qwen_layers(sizes: Sizes, dtype: torch.dtype) -> dict[str, Layer]:
-    """Returns the layer by transformers, as it is loaded by default, and by our kernel in each form."""
     config = Qwen3VLMoeTextConfig(
         hidden_size=sizes.hidden, moe_intermediate_size=sizes.mlp, num_experts=sizes.num_experts
     )
-    config._experts_implementation = "grouped_mm"
-    module = _with_random_weights(Qwen3VLMoeTextExperts(config), dtype)
+    return _forms(Qwen3VLMoeTextExperts(config), dtype)
+
+
+def _nemotron_layers(sizes: Sizes, dtype: torch.dtype) -> dict[str, Layer]:
+    config = NemotronHConfig(
+        hidden_size=sizes.hidden, moe_intermediate_size=sizes.mlp, n_routed_experts=sizes.num_experts
+    )
+    return _forms(NemotronHExperts(config), dtype)
+
+
+def _forms(module: Any, dtype: torch.dtype) -> dict[str, Layer]:
+    """Returns a layer by transformers, as it is loaded by default, and by our kernel in each form."""
+    module.config._experts_implementation = "grouped_mm"
+    _with_random_weights(module, dtype)
     ours = {form: _native(module, bits) for form, bits in _BITS.items()}
     return {_TRANSFORMERS: module, **ours}
 
@@ -152,7 +170,7 @@ def _by_router(mixture: Any, tokens: Tensor, _chosen: Tensor, _shares: Tensor) -
     return mixture(tokens)
 
 
-_LAYERS = {"qwen3_vl_moe": _qwen_layers, "llama4": _llama_layers}
+_LAYERS = {"qwen3_vl_moe": _qwen_layers, "llama4": _llama_layers, "nemotron_h": _nemotron_layers}
 
 
 def _with_random_weights(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -172,9 +190,8 @@ def _rounded(weights: ExpertWeights, bits: int | None) -> ExpertWeights:
         return weights
 
     def read(number: int) -> Expert:
-        (gate, up), down = weights.read(number)
-        gate, up, down = (quantized(whole(part), bits) for part in (gate, up, down))
-        return (gate, up), down
+        first, last = weights.read(number)
+        return tuple(quantized(whole(part), bits) for part in first), quantized(whole(last), bits)
 
     return replace(weights, read=read)
 
@@ -203,8 +220,9 @@ def section(cells: Sequence[Cell]) -> str:
     return (
         f"## {_NAME}\n\nHow fast is a mixture of experts? One layer ({kinds}).\n\n{report.table(head, rows)}\n\n"
         f"{len(cells[0].layer_s[_TRANSFORMERS])} interleaved rounds with different tokens, medians. transformers "
-        "computes qwen3_vl_moe with its default, `grouped_mm`, and all experts of llama4 for each token. The layer of "
-        "llama4 includes its router and its shared expert, which PyTorch computes in all forms."
+        "computes all experts of llama4 for each token, and the others with its default, `grouped_mm`. The layer of "
+        "llama4 includes its router and its shared expert, which PyTorch computes in all forms. Experts of nemotron_h "
+        "have no gates; the real Nemotron 3 Nano has 128."
     )
 
 

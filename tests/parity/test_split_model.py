@@ -37,7 +37,7 @@ from tests.tiny_families import FAMILIES
 SPLIT_IN_TWO = (
     "llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision", "llama4",
 )  # fmt: skip
-SPLIT_IN_THREE = ("llava_clip", "qwen2_vl", "qwen3_vl")
+SPLIT_IN_THREE = ("llava_clip", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 @contextlib.contextmanager
@@ -106,9 +106,29 @@ def test_each_rank_has_all_latents(name: str, tiny_family: Callable[[str], famil
         check_answers(family, model)
 
 
+# 3 does not divide the units of experts and MLPs.
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["nemotron_h_omni"])
+def test_mixtures_without_gates_are_split(
+    name: str, size: int, tiny_family: Callable[[str], families.Conformance]
+) -> None:
+    """Attention and recurrent layers are whole on each rank; experts, shared experts and MLPs are split."""
+    family = tiny_family(name)
+    with split(family, size, must_not_be_lost) as (model, _):
+        assert model.runner.get_kv_cache_spec() == family.offline.runner.get_kv_cache_spec()
+        for kind in (NativeExperts, NativeLinear):
+            parts, whole = (bytes_of(one.get_model(), kind) for one in (model.runner, family.offline.runner))
+            assert parts < 0.9 * whole
+        check_answers(family, model)
+
+
+def bytes_of(model: torch.nn.Module, kind: type[NativeExperts | NativeLinear]) -> int:
+    return sum(module.nbytes for module in model.modules() if isinstance(module, kind))
+
+
 @pytest.mark.parametrize("name", SPLIT_IN_THREE)
 def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 3 does not divide the width of the feed-forward layers.
+    # 3 does not divide the width of the feed-forward layers and experts.
     have_six_heads(monkeypatch, intermediate_size=100)
     family = families.build(FAMILIES[name], FAMILIES[name].build(tmp_path))
     with split(family, 3, must_not_be_lost) as (model, _):
@@ -130,6 +150,8 @@ def test_three_ranks_give_the_tokens_of_one(name: str, tmp_path: pathlib.Path, m
         ("qwen3_vl_moe", "compressed-int8", 3),
         ("qwen3_5_moe", "fp8-block", 2),
         ("llama4", "compressed-int4-zeros", 2),
+        ("nemotron_h_omni", "fp8-block", 2),
+        ("nemotron_h_omni", "compressed-int8", 3),
     ],
 )
 def test_quantized_layers_are_split(
@@ -149,11 +171,13 @@ def test_quantized_layers_are_split(
         )
         assert has_codes == FORMS[form].keeps_codes
         has_experts = any(isinstance(module, NativeExperts) for module in model.runner.get_model().modules())
-        assert has_experts == ("moe" in name or name == "llama4")
+        assert has_experts == ("moe" in name or name in ("llama4", "nemotron_h_omni"))
         check_answers(family, model)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("llava_clip", 8), ("qwen3_5", 4), ("qwen3_vl_moe", 4), ("aria", 8)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("llava_clip", 8), ("qwen3_5", 4), ("qwen3_vl_moe", 4), ("aria", 8), ("nemotron_h_omni", 4)]
+)
 def test_layers_that_are_rounded_while_loading_are_split(name: str, bits: int, tmp_path: pathlib.Path) -> None:
     whole, rounded = (FAMILIES[name].build(tmp_path / one) for one in ("whole", "rounded"))
     round_weights(rounded, bits)

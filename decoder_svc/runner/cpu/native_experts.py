@@ -1,10 +1,13 @@
-"""Mixtures of experts by our kernel (native/experts.cpp), in place of transformers' modules."""
+"""Mixtures of experts by our kernel (native/experts.cpp), in place of transformers' modules.
+
+`experts_of` compares a module's rule with ours, on a few random weights. The kernel is compared here, on the module's
+weights.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +17,12 @@ from decoder_svc.runner.cpu.native_stack import LANES, interleaved
 from decoder_svc.runner.cpu.native_structures import Experts, ExpertStep
 from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packed
-from lookonce.model.kernels.quantized_experts import ExpertWeights, experts_of
+from lookonce.model.kernels.quantized_experts import ExpertWeights, QuantizedExperts, experts_of
 from lookonce.model.kernels.quantized_weight import padded
 
 logger = logging.getLogger(__name__)
 
-# Largest accepted difference from transformers' module on random tokens, relative to the norm of its results.
+# Largest accepted difference from PyTorch's operators on random tokens, relative to the norm of its results.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 _NUM_CHECKED_TOKENS = 5
 
@@ -33,22 +36,24 @@ class NativeExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
         self._dtype = weights.dtype
         self._num_threads = backend.num_threads
         missing = -weights.mlp_size % LANES
-        gate_up: list[PackedWeights] = []
+        up: list[PackedWeights] = []
         down: list[PackedWeights] = []
         for expert in range(weights.num_experts):
-            gate_and_up, last = weights.read(expert)
+            first, last = weights.read(expert)
             # Pad to whole vectors with zero weights, which change no result.
-            gate_up.append(packed(interleaved([padded(part, missing) for part in gate_and_up])))
+            wide = [padded(part, missing) for part in first]
+            up.append(packed(interleaved(wide) if weights.is_gated else wide[0]))
             down.append(packed(padded(last, num_inputs=missing)))
         # The structures point into the weights.
-        self._weights = (gate_up, down)
+        self._weights = (up, down)
         self._experts = Experts(
-            gate_up=(Linear * len(gate_up))(*(one.struct() for one in gate_up)),
+            up=(Linear * len(up))(*(one.struct() for one in up)),
             down=(Linear * len(down))(*(one.struct() for one in down)),
             num_experts=weights.num_experts,
             hidden_size=weights.hidden_size,
             mlp_size=weights.mlp_size + missing,
             activation=weights.activation.value,
+            is_gated=weights.is_gated,
         )
         self._function = backend.library.function(f"lookonce_experts_{DTYPE_NAMES[self._dtype]}")
 
@@ -79,7 +84,7 @@ class NativeExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
 def replace_experts(model: torch.nn.Module, backend: NativeBackend) -> int:
     """Replaces the experts of a model's layers in place, one layer after the other; returns the number of layers.
 
-    Experts of other shapes stay, and so do those whose results differ from transformers'.
+    Experts of other shapes and rules stay, and so do those whose results differ from those by PyTorch.
     """
     found = [
         (parent, name, weights)
@@ -94,10 +99,10 @@ def replace_experts(model: torch.nn.Module, backend: NativeBackend) -> int:
         with torch.inference_mode():
             native = NativeExperts(weights, backend)
             progress.add(native.nbytes)
-            difference = _difference(getattr(parent, name), native, weights)
+            difference = _difference(QuantizedExperts(weights, getattr(parent, name)), native, weights)
         # Written with `not` so that NaN fails.
         if not difference <= _TOLERANCE[weights.dtype]:
-            logger.warning("experts stay as they are: results differ from transformers' by %.2g", difference)
+            logger.warning("experts stay as they are: results differ from PyTorch's by %.2g", difference)
             continue
         setattr(parent, name, native)
         num_replaced += 1
@@ -108,12 +113,15 @@ def _is_supported(weights: ExpertWeights) -> bool:
     return weights.dtype in DTYPE_NAMES and weights.hidden_size % LANES == 0
 
 
-def _difference(module: Any, native: NativeExperts, weights: ExpertWeights) -> float:
-    """Returns the distance of both results for random tokens, relative to the norm of the module's."""
+def _difference(plain: QuantizedExperts, native: NativeExperts, weights: ExpertWeights) -> float:
+    """Returns the distance of both results for random tokens, relative to the norm of the first.
+
+    transformers' own modules fail where a rank's share of the units is no multiple of 16 bytes (`grouped_mm`).
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(_NUM_CHECKED_TOKENS, weights.hidden_size, generator=generator).to(weights.dtype)
     num_chosen = min(2, weights.num_experts)
     chosen = torch.rand(_NUM_CHECKED_TOKENS, weights.num_experts, generator=generator).topk(num_chosen).indices
     shares = torch.rand(_NUM_CHECKED_TOKENS, num_chosen, generator=generator).to(weights.dtype)
-    expected = module(tokens, chosen, shares).float()
+    expected = plain(tokens, chosen, shares).float()
     return float((native(tokens, chosen, shares).float() - expected).norm() / expected.norm())

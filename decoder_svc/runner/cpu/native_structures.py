@@ -173,12 +173,13 @@ class Experts(ctypes.Structure):
     """The experts of one layer."""
 
     _fields_ = (
-        ("gate_up", ctypes.POINTER(Linear)),
+        ("up", ctypes.POINTER(Linear)),
         ("down", ctypes.POINTER(Linear)),
         ("num_experts", _INTEGER),
         ("hidden_size", _INTEGER),
         ("mlp_size", _INTEGER),
         ("activation", _INTEGER),
+        ("is_gated", _INTEGER),
     )
 
 

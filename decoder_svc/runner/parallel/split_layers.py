@@ -121,8 +121,8 @@ def _expert_part(weights: ExpertWeights, group: RankGroup) -> ExpertWeights:
     share = group.share(weights.mlp_size)
 
     def read(number: int) -> Expert:
-        (gate, up), down = weights.read(number)
-        return (_outputs_of(gate, share), _outputs_of(up, share)), _inputs_of(down, share)
+        first, last = weights.read(number)
+        return tuple(_outputs_of(part, share) for part in first), _inputs_of(last, share)
 
     return replace(weights, mlp_size=share.stop - share.start, read=read)
 

@@ -37,8 +37,18 @@ _USUAL_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
+# Layers that transformers' plan for this type of text models leaves out: MLPs without gates, and shared experts.
+_ADDED_PLANS = {
+    "nemotron_h": {
+        f"layers.*.mixer{path}.{name}": style
+        for path in ("", ".shared_experts")
+        for name, style in (("up_proj", "colwise"), ("down_proj", "rowwise"))
+    }
+}
 # Every rank has the whole of these: norms, and recurrent layers, whose states are not divided.
 _WHOLE_STYLES = frozenset({"replicate", "replicated_with_grad_allreduce"})
+# The table of embeddings is split by its place in the model.
+_VOCABULARY_STYLE = "embedding_rowwise"
 _WHOLE_MODULES = re.compile(r"\.linear_attn\.")
 # The dimension in which the weights of all experts are divided, and whether two weights lie behind each other in it.
 _EXPERT_STYLES = {
@@ -77,7 +87,7 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
         return head_shape(text, 0).num_kv_heads
     num_kv_heads = int(text.num_key_value_heads)
     if not any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in _plan(text).items()):
-        # Products are gathered before attention.
+        # Products are gathered before attention, or attention is whole.
         return num_kv_heads
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(text, name) % num_ranks:
@@ -87,14 +97,14 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
 
 def _plan(text: Any) -> Mapping[str, str]:
     found: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or _USUAL_PLAN
-    return found
+    return {**found, **_ADDED_PLANS.get(text.model_type, {})}
 
 
 def _split_layers(text_model: Any, plan: Mapping[str, str], group: RankGroup) -> None:
     modules, parameters = dict(text_model.named_modules()), dict(text_model.named_parameters())
     num_split = 0
     for name, style in _expanded(plan, [*modules, *parameters]):
-        if style in _WHOLE_STYLES or _WHOLE_MODULES.search(name):
+        if style in _WHOLE_STYLES or style == _VOCABULARY_STYLE or _WHOLE_MODULES.search(name):
             continue
         parent = modules[name.rpartition(".")[0]]
         child = name.rpartition(".")[2]

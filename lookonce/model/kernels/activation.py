@@ -24,6 +24,8 @@ class Activation(enum.Enum):
     GELU_TANH = 4
     # x σ(1.702 x), as in CLIP.
     GELU_QUICK = 5
+    # max(x, 0)² (arXiv:2109.08668).
+    RELU_SQUARED = 6
 
     @property
     def function(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -38,12 +40,14 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: functional.gelu,
     Activation.GELU_TANH: lambda outputs: functional.gelu(outputs, approximate="tanh"),
     Activation.GELU_QUICK: lambda outputs: outputs * torch.sigmoid(1.702 * outputs),
+    Activation.RELU_SQUARED: lambda outputs: functional.relu(outputs).square(),
 }
 
 
 def activation_of(module: torch.nn.Module) -> Activation | None:
     """Returns the activation that a module without weights computes, recognised by its values."""
-    probes = torch.linspace(-_PROBE_END, _PROBE_END, _NUM_PROBES)
+    # Models may be constructed on other devices and in other types, which tensors get by default then.
+    probes = torch.linspace(-_PROBE_END, _PROBE_END, _NUM_PROBES, device="cpu", dtype=torch.float32)
     values = output_of(module, probes)
     if values is None or values.shape != probes.shape:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +15,23 @@ from torch import Tensor
 from lookonce.model.kernels.activation import Activation, activation_of
 from lookonce.model.kernels.quantized_weight import Weight, quantized, whole
 
-# The weights of an expert: those of gates and of the values that they gate [mlp, hidden], and the last [hidden, mlp].
-Expert = tuple[tuple[Weight, Weight], Weight]
+logger = logging.getLogger(__name__)
+
+# The weights of an expert: those of gates and of the values that they gate, each [mlp, hidden], or of values alone; and
+# those of the last product [hidden, mlp].
+Expert = tuple[tuple[Weight, ...], Weight]
+
+# Parameters of modules whose experts have gates, and of those whose experts have none.
+_FIRST = {True: "gate_up_proj", False: "up_proj"}
+_LAST = "down_proj"
+
+# A module is compared to plain experts with tokens of these sizes: the least finds an addition, and the largest reaches
+# the bounds of bounded gates.
+_TRIED_SIZES = (0.1, 1.0, 10.0, 100.0, 1000.0)
+# The number of experts that compute them, and the units of each.
+_TRIED_EXPERTS, _TRIED_UNITS = 4, 16
+# Largest accepted difference of the results of such a token, relative to their norm.
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +42,16 @@ class ExpertWeights:
     hidden_size: int
     mlp_size: int
     dtype: torch.dtype
-    # Applied to gates.
+    # Applied to gates, or to all values where there are no gates.
     activation: Activation
+    is_gated: bool
     # Takes the number of an expert.
     read: Callable[[int], Expert]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of an expert's linear layers, in the order of its weights."""
+        return ("gate_proj", "up_proj", "down_proj") if self.is_gated else ("up_proj", "down_proj")
 
 
 class QuantizedExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -47,12 +70,13 @@ class QuantizedExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyp
         for number in top_k_index.unique().tolist():
             if number >= self.weights.num_experts:
                 continue
-            (gate, up), down = self.weights.read(number)
             tokens, places = torch.where(top_k_index == number)
             inputs = hidden_states[tokens]
-            gates = self.weights.activation.function(F.linear(inputs, whole(gate)))
-            gated = gates * F.linear(inputs, whole(up))
-            results = F.linear(gated, whole(down)) * top_k_weights[tokens, places, None]
+            (first, *gated), last = self.weights.read(number)
+            units = self.weights.activation.function(F.linear(inputs, whole(first)))
+            for part in gated:
+                units = units * F.linear(inputs, whole(part))
+            results = F.linear(units, whole(last)) * top_k_weights[tokens, places, None]
             output.index_add_(0, tokens, results.to(output.dtype))
         return output
 
@@ -60,42 +84,107 @@ class QuantizedExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyp
         """Returns the replaced module with whole weights."""
         (module,) = self._plain
         experts = [self.weights.read(number) for number in range(self.weights.num_experts)]
-        gate_up = torch.stack([torch.cat([whole(part) for part in gate_and_up]) for gate_and_up, _ in experts])
-        down = torch.stack([whole(last) for _, last in experts])
-        if getattr(module, "is_transposed", False):
-            gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-        module.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
-        module.down_proj = torch.nn.Parameter(down, requires_grad=False)
+        first = torch.stack([torch.cat([whole(part) for part in parts]) for parts, _ in experts])
+        last = torch.stack([whole(part) for _, part in experts])
+        _set_weights(module, first, last, is_gated=self.weights.is_gated)
         return module
 
 
 def experts_of(module: Any) -> ExpertWeights | None:
     """Returns the weights of a module whose experts our kernel can compute; None for any other module.
 
-    Such a module has parameters `gate_up_proj` [experts, 2 mlp, hidden] and `down_proj` [experts, hidden, mlp] or their
-    transposes, no biases, and an activation `act_fn` that we know, as most of transformers' mixtures of experts.
+    Such a module has parameters `gate_up_proj` [experts, 2 mlp, hidden], or `up_proj` [experts, mlp, hidden], and
+    `down_proj` [experts, hidden, mlp] or their transposes, no biases, and an activation `act_fn` that we know, as most
+    of transformers' mixtures of experts. With random weights, its results are those of such experts.
     """
     if isinstance(module, QuantizedExperts):
         return module.weights
-    gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.ndim == down.ndim == 3):
+    weights = _weights(module)
+    return weights if weights is not None and _computes_plain_experts(module, weights) else None
+
+
+def _weights(module: Any) -> ExpertWeights | None:
+    """Returns the weights of a module with such parameters and activation, whatever it computes."""
+    names = {name for name, _ in module.named_parameters()}
+    is_gated = _FIRST[True] in names
+    if names != {_FIRST[is_gated], _LAST}:
         return None
-    if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
+    first, last = (getattr(module, name, None) for name in (_FIRST[is_gated], _LAST))
+    if not (isinstance(first, Tensor) and isinstance(last, Tensor) and first.ndim == last.ndim == 3):
         return None
     activation = activation_of(module.act_fn) if isinstance(getattr(module, "act_fn", None), torch.nn.Module) else None
     if activation is None:
         return None
     if getattr(module, "is_transposed", False):
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    num_experts, hidden_size, mlp_size = down.shape
-    if gate_up.shape != (num_experts, 2 * mlp_size, hidden_size):
+        first, last = first.transpose(1, 2), last.transpose(1, 2)
+    num_experts, hidden_size, mlp_size = last.shape
+    num_parts = 2 if is_gated else 1
+    if first.shape != (num_experts, num_parts * mlp_size, hidden_size):
         return None
 
     def read(number: int) -> Expert:
-        gate, up = gate_up[number].chunk(2)
-        return (gate, up), down[number]
+        return first[number].chunk(num_parts), last[number]
 
-    return ExpertWeights(num_experts, hidden_size, mlp_size, down.dtype, activation, read)
+    return ExpertWeights(num_experts, hidden_size, mlp_size, last.dtype, activation, is_gated, read)
+
+
+def release_weights(module: Any) -> None:
+    """Releases the weights of a module that `experts_of` knows."""
+    for name in [name for name, _ in module.named_parameters()]:
+        setattr(module, name, None)
+
+
+def _computes_plain_experts(module: Any, weights: ExpertWeights) -> bool:
+    """Whether a module computes what the kernel computes, and not normed results or bounded gates, for example.
+
+    Its own weights may not have been loaded. It computes with random ones here, of fewer and smaller experts.
+    """
+    num_experts, hidden_size = weights.num_experts, weights.hidden_size
+    tried = copy.copy(module)
+    if getattr(module, "num_experts", None) == num_experts:
+        tried.num_experts = num_experts = min(num_experts, _TRIED_EXPERTS)
+    # Models may be constructed on other devices and in other types, which tensors get by default then.
+    with torch.device("cpu"), torch.inference_mode():
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+        first = random(num_experts, (len(weights.parts) - 1) * _TRIED_UNITS, hidden_size) * hidden_size**-0.5
+        last = random(num_experts, hidden_size, _TRIED_UNITS)
+        _set_weights(tried, first, last, is_gated=weights.is_gated)
+        plain = _weights(tried)
+        assert plain is not None, "a module with the same parameters"
+        tokens = random(len(_TRIED_SIZES), hidden_size) * torch.tensor(_TRIED_SIZES, dtype=torch.float32)[:, None]
+        num_chosen = min(2, num_experts)
+        chosen = (torch.arange(num_chosen) + torch.arange(len(tokens))[:, None]) % num_experts
+        shares = random(len(tokens), num_chosen).abs()
+        wanted = QuantizedExperts(plain, tried)(tokens, chosen, shares)
+        try:
+            found = tried(tokens, chosen, shares)
+        except Exception:  # modules of other kinds raise many types
+            logger.debug("a module of experts failed with random tokens", exc_info=True)
+            return False
+        if not isinstance(found, Tensor) or found.shape != wanted.shape:
+            return False
+        difference = float(((found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
+    # Written with `not` so that NaN fails.
+    if not difference <= _TOLERANCE:
+        name = type(module).__name__
+        logger.warning("%s stay as they are: results differ from those of plain experts by %.2g", name, difference)
+        return False
+    return True
+
+
+def _set_weights(module: Any, first: Tensor, last: Tensor, *, is_gated: bool) -> None:
+    """Sets a module's parameters to weights [experts, outputs, inputs]."""
+    parameters = {}
+    for name, weight in ((_FIRST[is_gated], first), (_LAST, last)):
+        turned = weight.transpose(1, 2).contiguous() if getattr(module, "is_transposed", False) else weight
+        parameters[name] = torch.nn.Parameter(turned, requires_grad=False)
+    # A dictionary of its own, which a copy of a module shares with it otherwise. Registered parameters would be empty
+    # while a model is constructed.
+    module._parameters = parameters
 
 
 def quantized_experts(module: Any, bits: int, *, is_lazy: bool = False) -> QuantizedExperts | None:
@@ -109,12 +198,11 @@ def quantized_experts(module: Any, bits: int, *, is_lazy: bool = False) -> Quant
         return None
 
     def read(number: int) -> Expert:
-        (gate, up), down = weights.read(number)
-        return (quantized(whole(gate), bits), quantized(whole(up), bits)), quantized(whole(down), bits)
+        first, last = weights.read(number)
+        return tuple(quantized(whole(part), bits) for part in first), quantized(whole(last), bits)
 
     if is_lazy:
         return QuantizedExperts(replace(weights, read=read), module)
     experts = [read(number) for number in range(weights.num_experts)]
-    for name in ("gate_up_proj", "down_proj"):
-        setattr(module, name, None)
+    release_weights(module)
     return QuantizedExperts(replace(weights, read=experts.__getitem__), module)

@@ -33,10 +33,13 @@ def quantize_linears(model: Any, text_model: Any, bits: int, *, is_lazy: bool = 
     """
     if has_quantized_layers(model):
         raise ConfigurationError("quantize is not offered for a folder whose weights are quantized; leave it out")
-    for name, parameter in text_model.named_parameters():
-        module = text_model.get_submodule(name.rpartition(".")[0])
-        if "experts" in name and parameter.ndim > 2 and experts_of(module) is None:
-            raise ConfigurationError(f"quantize is not offered for models with such experts ({name}); leave it out")
+    for path, module in text_model.named_modules():
+        merged = [name for name, parameter in module.named_parameters(path, recurse=False) if parameter.ndim > 2]
+        of_experts = [name for name in merged if "experts" in name]
+        if of_experts and experts_of(module) is None:
+            raise ConfigurationError(
+                f"quantize is not offered for models with such experts ({of_experts[0]}); leave it out"
+            )
 
     def is_kept(path: str, name: str) -> bool:
         return not _KEPT_WHOLE.isdisjoint((*path.split("."), name))
@@ -72,7 +75,9 @@ def quantize_linears(model: Any, text_model: Any, bits: int, *, is_lazy: bool = 
             num_bytes_before += before
             sizes = experts.weights
             hidden, mlp = sizes.hidden_size, sizes.mlp_size
-            num_bytes += sizes.num_experts * (2 * _kernel_bytes(mlp, hidden, bits) + _kernel_bytes(hidden, mlp, bits))
+            num_first = len(sizes.parts) - 1
+            expert_bytes = num_first * _kernel_bytes(mlp, hidden, bits) + _kernel_bytes(hidden, mlp, bits)
+            num_bytes += sizes.num_experts * expert_bytes
     _log.info(
         "linear layers are quantized",
         bits=bits, num_layers=len(found), num_mixtures=num_mixtures, mib=num_bytes >> 20,

@@ -53,9 +53,10 @@ def names_in(model: Any, layers: Iterable[str]) -> Names:
     experts: defaultdict[str, dict[ExpertLayer, str]] = defaultdict(dict)
     for layer in layers:
         if (expert := _EXPERT.search(layer)) is not None:
-            # In the model, all experts of a layer are one tensor.
-            key, _ = renamed(f"{layer[: expert.start()]}.experts.gate_up_proj")
-            if key in own:
+            # In the model, all experts of a layer are one tensor; some have no gates.
+            prefix = f"{layer[: expert.start()]}.experts"
+            keys = (renamed(f"{prefix}.{name}")[0] for name in ("gate_up_proj", "up_proj"))
+            if (key := next((key for key in keys if key in own), None)) is not None:
                 experts[key.rpartition(".")[0]][int(expert[1]), expert[2]] = layer
                 continue
         key, is_merged = renamed(f"{layer}.weight")

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from lookonce.errors import ModelFolderError
-from lookonce.model.kernels.quantized_experts import Expert, QuantizedExperts, experts_of
+from lookonce.model.kernels.quantized_experts import Expert, QuantizedExperts, experts_of, release_weights
 from lookonce.model.quantized_folder.layout import Layout, read_layout
 from lookonce.model.quantized_folder.names import ExpertLayer
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.stored_weight import StoredWeight
-
-_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -28,8 +26,8 @@ class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
         sizes = experts_of(module)
         if sizes is None:
             raise ModelFolderError(
-                f"the quantized experts {name} are not served: {type(module).__name__} is not a gated MLP; "
-                "use the unquantized model"
+                f"the quantized experts {name} are not served: {type(module).__name__} is none of the MLPs "
+                "that the kernels compute; use the unquantized model"
             )
         self._sizes = sizes
         self._layers = layers
@@ -37,14 +35,15 @@ class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
         # In a tuple, so that it is no child.
         self._plain = (module,)
         self._layouts = {
-            (number, part): self._layout(name, number, part) for number in range(sizes.num_experts) for part in _PARTS
+            (number, part): self._layout(name, number, part)
+            for number in range(sizes.num_experts)
+            for part in sizes.parts
         }
         if others := layers.keys() - self._layouts.keys():
             raise ModelFolderError(
                 f"the quantized experts {name} do not fit the configuration: {layers[min(others)]} is one too many"
             )
-        for weights in ("gate_up_proj", "down_proj"):
-            setattr(module, weights, None)
+        release_weights(module)
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +85,7 @@ class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
         return StoredWeight(layout, self._tensors.read(layout.name), self._sizes.dtype)
 
     def _read(self, number: int) -> Expert:
-        weights = [self._weight(number, part) for part in _PARTS]
+        weights = [self._weight(number, part) for part in self._sizes.parts]
         are_readable = all(weight.has_readable_groups() for weight in weights)
-        gate, up, down = (weight.quantized() if are_readable else weight.whole() for weight in weights)
-        return (gate, up), down
+        *first, last = (weight.quantized() if are_readable else weight.whole() for weight in weights)
+        return tuple(first), last

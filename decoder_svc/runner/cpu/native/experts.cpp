@@ -1,4 +1,5 @@
-// A mixture of experts: each token is computed by some of them, which are gated MLPs, and their results are added.
+// A mixture of experts: each token is computed by some of them, which are MLPs with or without gates, and their results
+// are added.
 //
 // One parallel region covers the layer. Rows of all experts are multiplied in the same two phases, so that experts with
 // few tokens keep all threads busy. Results of a token are added in the order of its experts, so they do not depend on
@@ -15,12 +16,13 @@ namespace lookonce {
 
 // The structures below have the same fields in native_structures.py.
 struct Experts {
-  const Linear* gate_up;  // [num_experts] Outputs in alternating groups of 16: gates, then the values that they gate.
-  const Linear* down;     // [num_experts]
+  const Linear* up;    // [num_experts] With gates: outputs in alternating groups of 16, gates, then what they gate.
+  const Linear* down;  // [num_experts]
   int64_t num_experts;
   int64_t hidden_size;
   int64_t mlp_size;  // A multiple of 16.
-  Activation activation;  // Of gates.
+  Activation activation;  // Of gates, or of all outputs of `up` where there are none.
+  int64_t is_gated;
 };
 
 struct ExpertStep {
@@ -52,9 +54,9 @@ class ExpertRun {
     sort_rows();
     const int64_t num_rows = static_cast<int64_t>(tokens_.size());
     gathered_.reset(new Left[num_rows * experts.hidden_size]);
-    gated_.reset(new Left[num_rows * experts.mlp_size]);
+    units_.reset(new Left[num_rows * experts.mlp_size]);
     results_.reset(new float[num_rows * experts.hidden_size]);
-    if (experts.gate_up[0].codes != nullptr || experts.down[0].codes != nullptr) {
+    if (experts.up[0].codes != nullptr || experts.down[0].codes != nullptr) {
       integers_.reserve(num_rows, std::max(experts.hidden_size, experts.mlp_size));
     }
   }
@@ -65,12 +67,9 @@ class ExpertRun {
     {
       Worker worker(phases);
       gather(worker);
-      multiply_all(worker, experts_.gate_up, gathered_.get(), [&](int64_t row, int64_t column, float* sums) {
-        activate<Type::kIsRough>(experts_.activation, sums, kLanes);
-        Type::store_left(gated_.get() + row * experts_.mlp_size + column / 2,
-                         load_floats(sums) * load_floats(sums + kLanes));
-      });
-      multiply_all(worker, experts_.down, gated_.get(), [&](int64_t row, int64_t column, float* sums) {
+      multiply_all(worker, experts_.up, gathered_.get(),
+                   [&](int64_t row, int64_t column, float* sums) { keep_units(row, column, sums); });
+      multiply_all(worker, experts_.down, units_.get(), [&](int64_t row, int64_t column, float* sums) {
         const int64_t count = std::min(kTileColumns, experts_.hidden_size - column);
         std::copy(sums, sums + count, results_.get() + row * experts_.hidden_size + column);
       });
@@ -138,6 +137,19 @@ class ExpertRun {
     });
   }
 
+  // Stores the units of a row that 32 outputs of its first product stand for.
+  void keep_units(int64_t row, int64_t column, float* sums) const {
+    Left* to = units_.get() + row * experts_.mlp_size;
+    if (experts_.is_gated) {
+      activate<Type::kIsRough>(experts_.activation, sums, kLanes);
+      Type::store_left(to + column / 2, load_floats(sums) * load_floats(sums + kLanes));
+      return;
+    }
+    const int64_t count = std::min(kTileColumns, experts_.mlp_size - column);
+    activate<Type::kIsRough>(experts_.activation, sums, count);
+    for (int64_t i = 0; i < count; i += kLanes) Type::store_left(to + column + i, load_floats(sums + i));
+  }
+
   static void whole_sums(const Linear& layer, int64_t panel, const Left* input, int64_t num_rows, float* sums) {
     const int64_t num_words = layer.num_inputs / Type::kPerWord;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
@@ -174,8 +186,8 @@ class ExpertRun {
   // The token of each row, and the row of each pair of a token and one of its experts; -1: none.
   std::vector<int64_t> tokens_, rows_;
   std::vector<ExpertRows> active_;
-  // Inputs and gated values by row, and results.
-  std::unique_ptr<Left[]> gathered_, gated_;
+  // Inputs and units of the MLP by row, and results.
+  std::unique_ptr<Left[]> gathered_, units_;
   std::unique_ptr<float[]> results_;
   IntegerInputs integers_;
 };

@@ -6,7 +6,7 @@
 
 namespace lookonce {
 
-enum class Activation : int64_t { kNone, kRelu, kSilu, kGelu, kGeluTanh, kGeluQuick };
+enum class Activation : int64_t { kNone, kRelu, kSilu, kGelu, kGeluTanh, kGeluQuick, kReluSquared };
 
 // Returns x σ(s), the sigmoid of s times x. `kIsRough` as in exp2_of_negative.
 template <bool kIsRough>
@@ -54,6 +54,10 @@ inline void activate(Activation activation, float* values, int64_t count) {
         break;
       case Activation::kGeluQuick:
         y = gated_by_sigmoid<kIsRough>(x, x * 1.702f);
+        break;
+      case Activation::kReluSquared:
+        y = select(x < 0.0f, 0.0f, x);
+        y = y * y;
         break;
     }
     store_floats(values + i, y);

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend
 from decoder_svc.runner.cpu.native_experts import NativeExperts, replace_experts
+from lookonce.model.empty_weights import empty_weights
 from lookonce.model.kernels.native_library import load_library
 from lookonce.model.kernels.quantized_experts import (
     Expert,
@@ -25,11 +34,13 @@ from lookonce.model.kernels.quantized_experts import (
     experts_of,
     quantized_experts,
 )
-from lookonce.model.kernels.quantized_weight import QuantizedWeight, quantized, whole
+from lookonce.model.kernels.quantized_weight import quantized, whole
 
 pytestmark = pytest.mark.usefixtures("library")
 
 DTYPES = [torch.float32, torch.bfloat16]
+# Gates and values in one tensor; the same with inputs first; no gates.
+KINDS = ["gated", "turned", "ungated"]
 
 
 def backend() -> NativeBackend:
@@ -37,19 +48,27 @@ def backend() -> NativeBackend:
 
 
 def module(
-    hidden: int, mlp: int, num_experts: int, dtype: torch.dtype = torch.float32, *, turned: bool = False
+    hidden: int, mlp: int, num_experts: int, dtype: torch.dtype = torch.float32, kind: str = "gated"
 ) -> torch.nn.Module:
-    """Returns transformers' module with random weights; Aria's has inputs first."""
-    sizes = {"hidden_size": hidden, "num_attention_heads": 1, "num_key_value_heads": 1}
-    if turned:
-        made = AriaExperts(AriaTextConfig(**sizes, intermediate_size=mlp, moe_num_experts=num_experts))
-    else:
-        made = Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**sizes, moe_intermediate_size=mlp, num_experts=num_experts))
-    made.config._experts_implementation = "eager"
+    """Returns such a module with random weights."""
+    made = transformers_module(hidden, mlp, num_experts, kind)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         parameter.data = (torch.randn(parameter.shape, generator=generator) * hidden**-0.5).to(dtype)
     return made.requires_grad_(False)
+
+
+def transformers_module(hidden: int, mlp: int, num_experts: int, kind: str) -> Any:
+    """Returns the module of Qwen3-VL, of Aria or of Nemotron-H."""
+    sizes = {"hidden_size": hidden, "num_attention_heads": 1, "num_key_value_heads": 1}
+    if kind == "turned":
+        made = AriaExperts(AriaTextConfig(**sizes, intermediate_size=mlp, moe_num_experts=num_experts))
+    elif kind == "ungated":
+        made = NemotronHExperts(NemotronHConfig(**sizes, moe_intermediate_size=mlp, n_routed_experts=num_experts))
+    else:
+        made = Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**sizes, moe_intermediate_size=mlp, num_experts=num_experts))
+    made.config._experts_implementation = "eager"
+    return made
 
 
 def native(made: torch.nn.Module) -> NativeExperts:
@@ -79,14 +98,15 @@ def tokens(
 def test_results_are_those_of_transformers(
     hidden: int, mlp: int, num_experts: int, num_tokens: int, data: st.DataObject
 ) -> None:
-    made = module(hidden, mlp, num_experts, turned=data.draw(st.booleans()))
+    made = module(hidden, mlp, num_experts, kind=data.draw(st.sampled_from(KINDS)))
     given_tokens = tokens(num_tokens, hidden, num_experts, data.draw(st.integers(1, num_experts)), num_tokens)
     torch.testing.assert_close(native(made)(*given_tokens), made(*given_tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
-def test_gates_have_the_modules_activation(name: str) -> None:
-    made = module(48, 40, 4)
+@pytest.mark.parametrize("kind", ["gated", "ungated"])
+@pytest.mark.parametrize("name", ["relu", "relu2", "silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
+def test_experts_have_the_modules_activation(name: str, kind: str) -> None:
+    made = module(48, 40, 4, kind=kind)
     made.act_fn = ACT2FN[name]
     given_tokens = tokens(9, 48, 4, 2)
     expected = made(*given_tokens)
@@ -112,10 +132,11 @@ def test_numbers_behind_the_last_expert_are_left_out() -> None:
     assert not found[2].any()
 
 
+@pytest.mark.parametrize("kind", ["gated", "ungated"])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_token_is_bit_equal_alone_and_in_a_batch(bits: int | None, dtype: torch.dtype) -> None:
-    made = module(128, 96, 8, dtype)
+def test_a_token_is_bit_equal_alone_and_in_a_batch(bits: int | None, dtype: torch.dtype, kind: str) -> None:
+    made = module(128, 96, 8, dtype, kind)
     experts = native(made if bits is None else rounded(made, bits))
     inputs, chosen, shares = tokens(300, 128, 8, 3)
     together = experts(inputs.to(dtype), chosen, shares)
@@ -130,68 +151,132 @@ def rounded(made: torch.nn.Module, bits: int) -> QuantizedExperts:
     return found
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rounded_experts_have_the_results_of_whole_ones_with_the_same_weights(bits: int, turned: bool) -> None:
-    experts = rounded(module(128, 96, 6, turned=turned), bits)
+def test_rounded_experts_have_the_results_of_whole_ones_with_the_same_weights(bits: int, kind: str) -> None:
+    experts = rounded(module(128, 96, 6, kind=kind), bits)
     given_tokens = tokens(20, 128, 6, 2)
     expected = experts.plain()(*given_tokens)
     torch.testing.assert_close(experts(*given_tokens), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(native(experts)(*given_tokens), expected, rtol=1e-4, atol=1e-5)
-    exact = module(128, 96, 6, turned=turned)(*given_tokens)
+    exact = module(128, 96, 6, kind=kind)(*given_tokens)
     assert 1e-3 < (expected - exact).norm() / exact.norm() < 0.3, "else the weights were not rounded, or are others"
 
 
+@pytest.mark.parametrize("kind", ["gated", "ungated"])
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_bfloat16_is_near_float32(bits: int | None) -> None:
-    made = module(128, 96, 6, torch.bfloat16)
+def test_bfloat16_is_near_float32(bits: int | None, kind: str) -> None:
+    made = module(128, 96, 6, torch.bfloat16, kind)
     experts = native(made if bits is None else rounded(made, bits))
-    weights = experts_of(module(128, 96, 6, torch.bfloat16))
+    weights = experts_of(module(128, 96, 6, torch.bfloat16, kind))
     assert weights is not None
     inputs, chosen, shares = tokens(50, 128, 6, 2)
     inputs = inputs.bfloat16()
     wanted = torch.zeros(50, 128)
     for token, (numbers, parts) in enumerate(zip(chosen.tolist(), shares, strict=True)):
         for number, share in zip(numbers, parts, strict=True):
-            gate, up, down = (whole(part).float() for part in flat(stored(weights.read(number), bits)))
+            first, last = stored(weights.read(number), bits)
             row = inputs[token].float()
-            wanted[token] += share * (torch.nn.functional.silu(row @ gate.T) * (row @ up.T)) @ down.T
+            products = [row @ whole(part).float().T for part in first]
+            is_gated = kind == "gated"
+            units = F.silu(products[0]) * products[1] if is_gated else products[0].clamp(min=0) ** 2
+            wanted[token] += share * units @ whole(last).float().T
     found = experts(inputs, chosen, shares).float()
     assert (found - wanted).norm() < 1e-2 * wanted.norm()
-
-
-def flat(expert: Expert) -> tuple[Tensor | QuantizedWeight, ...]:
-    (gate, up), down = expert
-    return gate, up, down
 
 
 def stored(expert: Expert, bits: int | None) -> Expert:
     if bits is None:
         return expert
-    gate, up, down = (quantized(whole(part), bits) for part in flat(expert))
-    return (gate, up), down
+    first, last = expert
+    return tuple(quantized(whole(part), bits) for part in first), quantized(whole(last), bits)
 
 
-def test_experts_that_differ_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    class Others(Qwen3VLMoeTextExperts):  # type: ignore[misc]  # transformers is untyped here
-        def forward(self, *given: Tensor) -> Tensor:
-            result: Tensor = super().forward(*given) + 1
-            return result
-
+def test_experts_whose_results_differ_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     made = torch.nn.Sequential(module(32, 32, 4))
-    made[0].__class__ = Others
+    made[0].down_proj[:, 3, 5] = torch.nan
     assert replace_experts(made, backend()) == 0
-    assert isinstance(made[0], Others)
+    assert isinstance(made[0], Qwen3VLMoeTextExperts)
     assert "experts stay as they are" in caplog.text
+
+
+class Added(Qwen3VLMoeTextExperts):  # type: ignore[misc]  # transformers is untyped here
+    def forward(self, *given: Tensor) -> Tensor:
+        result: Tensor = super().forward(*given) + 0.01
+        return result
+
+
+class Normed(Qwen3VLMoeTextExperts):  # type: ignore[misc]  # transformers is untyped here
+    def forward(self, *given: Tensor) -> Tensor:
+        result: Tensor = super().forward(*given)
+        return F.rms_norm(result, result.shape[-1:])
+
+
+class Bounded(NemotronHExperts):  # type: ignore[misc]  # transformers is untyped here
+    def forward(self, hidden_states: Tensor, *others: Tensor) -> Tensor:
+        result: Tensor = super().forward(hidden_states.clamp(-50, 50), *others)
+        return result
+
+
+class WithMore(NemotronHExperts):  # type: ignore[misc]  # transformers is untyped here
+    def forward(self, hidden_states: Tensor, *others: Tensor, scale: Tensor) -> Tensor:
+        result: Tensor = super().forward(hidden_states, *others) * scale
+        return result
+
+
+@pytest.mark.parametrize("other", [Added, Normed, Bounded, WithMore])
+def test_modules_with_the_same_weights_that_compute_something_else_are_no_experts(other: type) -> None:
+    made = module(32, 32, 4, kind="ungated" if issubclass(other, NemotronHExperts) else "gated")
+    assert experts_of(made) is not None
+    made.__class__ = other
+    assert experts_of(made) is None
+    assert quantized_experts(made, 8) is None
+    models = torch.nn.Sequential(made)
+    assert replace_experts(models, backend()) == 0
+    assert models[0] is made
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(("limit", "is_plain"), [(None, True), (7.0, False), (100.0, False)])
+def test_bounded_gates_are_found_before_a_token_reaches_the_bounds(
+    implementation: str, limit: float | None, is_plain: bool
+) -> None:
+    """Step 3.7 bounds the gates of some layers."""
+    config = types.SimpleNamespace(
+        num_local_experts=4, hidden_size=32, moe_intermediate_size=32, hidden_act="silu",
+        _experts_implementation=implementation,
+    )  # fmt: skip
+    assert (experts_of(Step3p7Experts(config, limit)) is not None) == is_plain
+
+
+def test_normed_results_are_found() -> None:
+    """Muse Spark norms them, with weights."""
+    config = MuseSparkTextConfig(moe_hidden_size=32, moe_intermediate_size=32, num_local_experts=4, hidden_act="silu")
+    assert experts_of(MuseSparkExperts(config)) is None
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_known_before_their_weights_are_loaded(kind: str, is_patched: bool) -> None:
+    """Models are constructed on PyTorch's device `meta` when they are checked, and by `empty_weights` otherwise."""
+    context = empty_weights() if is_patched else torch.device("meta")
+    with context:
+        made = transformers_module(32, 48, 4, kind)
+        weights = experts_of(made)
+    assert all(parameter.is_meta for parameter in made.parameters())
+    assert weights is not None
+    assert (weights.num_experts, weights.hidden_size, weights.mlp_size) == (4, 32, 48)
+    assert weights.is_gated == (kind != "ungated")
 
 
 def test_other_modules_are_no_experts() -> None:
     weights = experts_of(module(32, 32, 4))
     assert weights is not None
     assert isinstance(replace(weights, num_experts=3), ExpertWeights)
-    others = [module(32, 32, 4) for _ in range(4)]
+    others = [module(32, 32, 4) for _ in range(5)]
     others[0].act_fn = torch.nn.Tanh()
     others[1].bias = torch.nn.Parameter(torch.zeros(3))
     others[2].down_proj = torch.nn.Parameter(torch.zeros(4, 32, 16))
     others[3].gate_up_proj = None
-    assert [experts_of(other) for other in (*others, torch.nn.Linear(4, 4))] == [None] * 5
+    others[4].up_proj = torch.nn.Parameter(torch.zeros(4, 32, 32))
+    assert [experts_of(other) for other in (*others, torch.nn.Linear(4, 4))] == [None] * 6

@@ -39,7 +39,7 @@ def built(family: str, form: str, tmp_path: pathlib.Path) -> tuple[pathlib.Path,
     + [("llava_clip", "awq"), ("llava_clip", "compressed-int8"), ("gemma3", "gptq-4"), ("qwen3_5", "fp8-block")]
     + [("qwen3_vl_moe", "awq"), ("qwen3_5_moe", "fp8-block"), ("glm4v_moe", "compressed-int4-zeros")]
     + [("deepseek_ocr2", "compressed-int8"), ("qwen3_vl_moe", "gptq-act-order"), ("llama4", "awq")]
-    + [("mistral4", "fp8-block")],
+    + [("mistral4", "fp8-block"), ("nemotron_h_omni", "awq"), ("nemotron_h_omni", "compressed-int8")],
 )
 def test_answers_are_those_of_the_weights_that_codes_stand_for(family: str, form: str, tmp_path: pathlib.Path) -> None:
     stored, whole = built(family, form, tmp_path)
@@ -47,7 +47,7 @@ def test_answers_are_those_of_the_weights_that_codes_stand_for(family: str, form
     runner = load(stored, torch.float32)
     assert isinstance(text_model(runner), NativeStack) == (family in ("qwen2_5_vl", "llava_clip"))
     has_experts = any(isinstance(module, NativeExperts) for module in runner.model.modules())
-    assert has_experts == ("moe" in family or family in ("deepseek_ocr2", "llama4", "mistral4"))
+    assert has_experts == ("moe" in family or family in ("deepseek_ocr2", "llama4", "mistral4", "nemotron_h_omni"))
     found, _, _ = offline.run(replace(expected, runner=runner), max_num_batched_tokens=300)
     assert found == [question.expected for question in expected.questions]
     assert not any(isinstance(module, QuantizedLinear) for module in runner.model.modules())

@@ -39,6 +39,7 @@ _WITH_EXPERTS = (
     "glm4v_moe",
     "llama4",
     "mistral4",
+    "nemotron_h_omni",
     "qwen3_5_moe",
     "qwen3_vl_moe",
 )

@@ -30,7 +30,7 @@ def built(family: str, tmp_path: pathlib.Path, form: str = "awq", *, vision: boo
 
 
 # Families whose quantized experts are refused, with the reason.
-REFUSED = {"ernie4_5_vl_moe": "is merged with others", "nemotron_h_omni": "is merged with others"}
+REFUSED = {"ernie4_5_vl_moe": "is merged with others"}
 
 
 # Names in the file are those of transformers 4 in some families.
@@ -44,7 +44,8 @@ def test_each_stored_layer_of_a_family_is_found(family: str, tmp_path: pathlib.P
     found = load_text_half(tmp_path / "stored", torch.float32, "eager", keep_codes=True)
     layers = [module for module in found.modules() if isinstance(module, QuantizedLinear)]
     mixtures = [module for module in found.modules() if isinstance(module, QuantizedExperts)]
-    assert len(layers) + 3 * sum(module.weights.num_experts for module in mixtures) == len(names)
+    num_expert_layers = sum(module.weights.num_experts * len(module.weights.parts) for module in mixtures)
+    assert len(layers) + num_expert_layers == len(names)
     assert bool(mixtures) == any(".experts." in name for name in names)
     whole = load_text_half(tmp_path / "whole", torch.float32, "eager")
     stored = load_text_half(tmp_path / "stored", torch.float32, "eager")
@@ -114,6 +115,28 @@ def test_an_embedding_table_of_codes_is_refused_by_name(tmp_path: pathlib.Path) 
     edit(tmp_path / "stored", "model.language_model.embed_tokens", weight_scale=torch.ones(8, 1))
     with pytest.raises(ModelFolderError, match=r"embed_tokens is not served: it is a Embedding, not a linear layer"):
         load_text_half(tmp_path / "stored", torch.float32, "eager")
+
+
+def test_codes_of_experts_that_the_kernels_do_not_compute_are_refused_by_load_and_check(tmp_path: pathlib.Path) -> None:
+    built("qwen3_vl_moe", tmp_path)
+    file = tmp_path / "stored" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["hidden_act"] = "tanh"
+    file.write_text(json.dumps(config))
+    folder = ModelFolder.open(tmp_path / "stored")
+    reason = "Qwen3VLMoeTextExperts is none of the MLPs that the kernels compute; use the unquantized model"
+    with pytest.raises(ModelFolderError, match=reason):
+        load_text_half(folder.path, torch.float32, "eager")
+    with pytest.raises(ModelFolderError, match=reason):
+        check_half(folder, FamilyModel.load(folder).source.config, Half.TEXT)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "nemotron_h_omni"])
+def test_a_check_counts_the_layers_of_experts(family: str, tmp_path: pathlib.Path) -> None:
+    names = built(family, tmp_path, "compressed-int8")
+    folder = ModelFolder.open(tmp_path / "stored")
+    text = check_half(folder, FamilyModel.load(folder).source.config, Half.TEXT)
+    assert text.quantized == {"int8 with a scale for each row": len(names)}
 
 
 def test_codes_without_an_entry_in_the_configuration_do_not_fit(tmp_path: pathlib.Path) -> None:
