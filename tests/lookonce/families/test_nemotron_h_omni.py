@@ -146,5 +146,6 @@ def test_elongated_images_are_served_where_the_bound_is_tiny(name: str, edited: 
     image = PIL.Image.new("RGB", (8 * 16, 8))
     pixels = model.source.processor([image], return_tensors="pt")
     num_rows = int(pixels["image_grid_hw"].prod()) // 4
-    assert model.image_shape(*image.size, ProcessorOptions()).num_rows == num_rows == 8
+    assert num_rows > 16 // 4
+    assert model.image_shape(*image.size, ProcessorOptions()).num_rows == num_rows
     assert model.sizing.largest.num_rows >= num_rows
