@@ -193,11 +193,12 @@ def _rows(model: FamilyModel, width: int, height: int) -> str:
 
 
 def _texts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
-    """Returns findings that need the tokenizer."""
+    """Returns findings that need the tokenizer. Raises ModelFolderError if it has other markers than the family."""
     try:
         tokenizer = load_pretrained(folder.path)
     except LookonceError as error:
         return [Finding("tokenizer", False, str(error))]
+    model.marker_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
     needs_bos = model.data.finish_text is not None and not tokenizer.bos_token
     without_bos = [Finding("tokenizer", False, NO_BOS)] if needs_bos else []
     return [*without_bos, *_largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]

@@ -7,7 +7,7 @@ this module.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,19 @@ class FamilyModel:
     def most_rows(self) -> int:
         """Rows of the largest image or entry of video frames."""
         return max(self.sizing.largest.num_rows, 0 if self.video is None else self.video.most_rows)
+
+    def marker_ids(self, encode: Callable[[str], Sequence[int]]) -> frozenset[int]:
+        """Returns the ids of the markers on a canvas. `encode` tokenizes text without adding special tokens.
+
+        Raises ModelFolderError if the tokenizer has others.
+        """
+        markers = self.data.canvas_markers(self.source)
+        for text, token_id in markers.items():
+            if list(encode(text)) != [token_id]:
+                raise ModelFolderError(
+                    f"the tokenizer does not fit {self.data.title}: {text!r} is not the token {token_id} of config.json"
+                )
+        return frozenset(markers.values())
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not have and for values out of range."""

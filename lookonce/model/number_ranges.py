@@ -28,6 +28,8 @@ _SIZES = {
         ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _LARGEST_SIZE
     ),
     **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
+    # Rows of an image.
+    **dict.fromkeys(("image_seq_length", "mm_tokens_per_image", "vision_soft_tokens_per_image"), 1 << 16),
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
     # transformers makes a name for each.
     "num_labels": _MOST_LABELS,
@@ -55,7 +57,7 @@ _TOKENS = (*IMAGE_TOKENS, "video_token_index", "video_token_id")
 _UNREAD = frozenset({"quantization_config", "compression_config", "id2label", "label2id", "task_specific_params"})
 # Settings of image processors from which the rows of every image are computed, and the smallest and largest values with
 # which that takes no time. Those of published models are far from the largest ones.
-_LONGEST_SIDE, _MOST_PIXELS = 8192, 1 << 28
+_LONGEST_SIDE, _MOST_PIXELS = 8192, {"shortest_edge": 1 << 24, "longest_edge": 1 << 28}
 _PROCESSOR_BOUNDS = {
     **dict.fromkeys(("min_tiles", "max_tiles", "min_patches", "max_num_tiles", "patch_expand_factor"), (1, 64)),
     **dict.fromkeys(("max_slice_nums", "dense_max_patches"), (0, 64)),
@@ -143,10 +145,12 @@ def check_processor_numbers(path: pathlib.Path, processor: Any, *, most_patches:
     bounds["max_patches"] = _Range(1, most_patches)
     found = [(name, allowed, getattr(processor, name, None)) for name, allowed in bounds.items()]
     for name in _PROCESSOR_SIZES:
-        most = _MOST_PIXELS if has_pixels and name == "size" else _LONGEST_SIDE
+        longest = _MOST_PIXELS if has_pixels and name == "size" else {}
         edges = getattr(processor, name, None)
         edges = edges if isinstance(edges, Mapping) else getattr(edges, "__dict__", {})
-        found += [(f"{name}.{edge}", _Range(1, most), length) for edge, length in edges.items()]
+        found += [
+            (f"{name}.{edge}", _Range(1, longest.get(edge, _LONGEST_SIDE)), value) for edge, value in edges.items()
+        ]
     for name, allowed, number in found:
         if isinstance(number, int | float) and not isinstance(number, bool) and not allowed.has(number):
             raise ModelFolderError(

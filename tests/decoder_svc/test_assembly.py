@@ -105,7 +105,10 @@ def test_a_request_is_no_longer_than_a_text_model_is_exact(caplog: pytest.LogCap
     assert assembly._context_tokens(settings(["--model", "somewhere"]), text) == 100
     assert "limited to 100 tokens of 1000 positions, by attention_chunk_size in config.json" in caplog.text
     assert assembly._context_tokens(settings(["--model", "somewhere", "--max-context-tokens", "200"]), text) == 100
+    caplog.clear()
     assert assembly._context_tokens(settings(["--model", "somewhere", "--max-context-tokens", "50"]), text) == 50
+    # Nobody can ask for more.
+    assert not caplog.text
 
 
 def test_a_default_out_of_its_range_is_refused_before_the_weights_are_read(tmp_path: pathlib.Path) -> None:

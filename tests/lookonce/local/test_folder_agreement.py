@@ -1,7 +1,6 @@
 """`lookonce doctor` and the start of the services agree about folders whose config.json has a damaged number.
 
-Every number in config.json of some tiny models is replaced by each value of `DAMAGED`. Here, a fixed choice of them is
-tried; the others were tried once (docs/track-record.md has the counts).
+A fixed choice of the numbers in config.json of some tiny models is replaced, each by one of the values of `DAMAGED`.
 """
 
 from __future__ import annotations
