@@ -51,6 +51,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError, LookonceError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import open_adapters
+from lookonce.model.build_faults import step_fault
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import CONFIGURATION_FAULTS
@@ -229,14 +230,14 @@ def _faults_of_configurations() -> Iterator[None]:
         yield
     except LookonceError:
         raise
-    except CONFIGURATION_FAULTS as error:
+    except (MemoryError, *CONFIGURATION_FAULTS) as error:
         if is_lack_of_memory(error):
-            raise
+            raise ConfigurationError(
+                "there is no memory for the heaviest step of the language model; set max_num_batched_tokens or "
+                "max_num_seqs lower, or use the config.json that belongs to the weights"
+            ) from error
         logger.debug("the language model cannot compute a step", exc_info=True)
-        raise ModelFolderError(
-            f"the language model cannot compute a step: {type(error).__name__} {error}; use the config.json that "
-            "belongs to the weights, or set log_level=debug to see where"
-        ) from error
+        raise step_fault(error) from error
 
 
 def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
@@ -267,10 +268,12 @@ def _context_tokens(settings: DecoderSettings, text: Any) -> int:
             f"config.json: max_position_embeddings is {longest}, which leaves no room for a prompt and an answer; use "
             "the config.json that belongs to the weights"
         )
-    wanted = settings.max_context_tokens or longest
-    if wanted > longest:
+    wanted = settings.max_context_tokens
+    if wanted is not None and wanted <= longest:
+        return wanted
+    if wanted is not None:
         logger.warning("max_context_tokens is %d, and the model has %d positions, which are the limit", wanted, longest)
-    return min(wanted, longest)
+    return longest
 
 
 def _limits(

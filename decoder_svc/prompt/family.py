@@ -65,7 +65,7 @@ class DecoderFamily:
         # Frames in an entry of the cache; 0: videos are refused.
         self.frames_per_entry = 0 if self._video is None else self._video.frames_per_entry
         self.num_position_axes = data.axes.num_axes
-        self._canvas_markers = _marker_ids(model, encode)
+        self._canvas_markers = model.marker_ids(encode)
         self.mask = model.mask
         # Extra feature levels per row.
         self.num_levels = model.num_levels
@@ -170,17 +170,6 @@ class DecoderFamily:
     def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
         shape = self.model.image_shape(width, height, options)
         return layout_of(shape, self.image_token, self.image_token_id, self._encode)
-
-
-def _marker_ids(model: FamilyModel, encode: Callable[[str], Sequence[int]]) -> frozenset[int]:
-    """Returns the ids of the markers on a canvas. Raises ModelFolderError if the tokenizer has others."""
-    markers = model.data.canvas_markers(model.source)
-    for text, token_id in markers.items():
-        if list(encode(text)) != [token_id]:
-            raise ModelFolderError(
-                f"the tokenizer does not fit {model.data.title}: {text!r} is not the token {token_id} of config.json"
-            )
-    return frozenset(markers.values())
 
 
 def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:

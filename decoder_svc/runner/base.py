@@ -183,18 +183,13 @@ class ModelRunnerBase(ABC):
         return None if self.config.adapters is None else AdapterTable(self.model)
 
     def _install_recurrent_layers(self) -> RecurrentLayers | None:
-        """Raises ConfigurationError if the model has recurrent layers that this device does not know.
-
-        Raises ModelFolderError if it has no other layers.
-        """
+        """Raises ConfigurationError if the model has recurrent layers that this device does not know."""
         text = self.model.config.get_text_config()
         if not recurrent_kinds(text):
             return None
         named = f"{self.family.title} has recurrent layers (linear attention, short convolutions or Mamba2)"
         if not self.serves_recurrent_layers:
             raise ConfigurationError(f"{named}, which {type(self).__name__} does not compute yet: use the CPU")
-        if len(layers_without_keys(text)) == text.num_hidden_layers:
-            raise ModelFolderError(f"{named} and no attention; a layer with full attention is needed")
         return RecurrentLayers(
             getattr(self.model.model, text_child(self.model)), self.model.dtype, self.recurrent_kernels
         )

@@ -18,9 +18,12 @@ from lookonce.devices.registry import chosen_platform, imported_part
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
 from lookonce.logs import get_logger
+from lookonce.model.build_faults import in_one_line
+from lookonce.model.family_model import processor_file
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.kernels.read_ahead import read_ahead
+from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder
 from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 from lookonce.model.weight_bytes import weight_bytes
@@ -101,7 +104,15 @@ class VisionModel:
     @classmethod
     def _loaded_and_warm(cls, config: VisionConfig) -> VisionModel:
         model = cls.load(config)
-        model.warm_up()
+        try:
+            model.warm_up()
+        except (MemoryError, RuntimeError) as error:
+            if not is_lack_of_memory(error):
+                raise
+            raise ModelFolderError(
+                "there is no memory for two small images as the image processor makes them; use a machine with more "
+                f"memory, or the {processor_file(config.model)} that belongs to the weights"
+            ) from error
         return model
 
     @property
@@ -129,7 +140,10 @@ class VisionModel:
                 inputs.append(self.adapter.frame_inputs(images[:1] * number, options))
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
         except CONFIGURATION_FAULTS as error:
-            raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
+            if is_lack_of_memory(error):
+                raise
+            reason = in_one_line(error)
+            raise ModelFolderError(f"the image processor does not fit the vision tower: {reason}") from error
         if self.row_dtype is RowDtype.INT8_SCALED and not self._is_warm:
             errors = [quantise(rows, self.num_levels).relative_error for rows in outputs]
             _log.info("rows are rounded to int8", relative_error=round(max(errors), 5))

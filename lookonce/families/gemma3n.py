@@ -40,6 +40,7 @@ def _refusal(source: FamilySource) -> str | None:
         tower_refusal(source.config, {_TOWER}, (_CHANNELS, _SIDE), _TOWER_TYPE)
         or _rows_refusal(source)
         or _ids_refusal(source.config)
+        or _layers_refusal(source.config.text_config)
     )
     if refusal is not None:
         return refusal
@@ -67,6 +68,22 @@ def _ids_refusal(config: Any) -> str | None:
     if audio.vocab_offset + audio.vocab_size < config.text_config.vocab_size:
         return "its config.json has ids of tokens behind those of sound (vocab_offset)"
     return None
+
+
+def _layers_refusal(text: Any) -> str | None:
+    """Returns why the numbers by which layers mix and thin out hidden states are refused, None if they are not."""
+    if not 0 <= text.altup_active_idx < text.altup_num_inputs:
+        return (
+            f"altup_active_idx in config.json is {text.altup_active_idx}, but must be one of the altup_num_inputs = "
+            f"{text.altup_num_inputs} inputs, counted from 0"
+        )
+    wrong = [share for share in text.activation_sparsity_pattern if not 0 <= share < 1]
+    # With a share of 1 the threshold would be infinite.
+    return (
+        f"activation_sparsity_pattern in config.json has {wrong[0]}, but must have shares from 0 to 1"
+        if wrong
+        else None
+    )
 
 
 FAMILY = Family(

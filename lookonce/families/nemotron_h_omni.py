@@ -11,6 +11,7 @@ from typing import Any
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.sizing import MAX_ASPECT
 
 # Patches of a row's side. The model itself has it in two forms, of which one is fixed.
 _MERGE = 2
@@ -28,6 +29,8 @@ def _sizing(source: FamilySource) -> ImageSizing:
     least, most = processor.min_num_patches, max(processor.max_num_patches, processor.min_num_patches)
     # A smaller image is enlarged with both sides rounded up: to fewer than (1 + least) · (1 + 1) patches.
     most_rows = max(most, 2 * least + 1 if most > least else 0) // _MERGE**2
+    # The most elongated images get two lines of patches for one, which may exceed a small bound.
+    most_rows = max(most_rows, min(most, _MERGE * (MAX_ASPECT + 2)) // _MERGE)
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
         try:
@@ -36,7 +39,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
             lines = columns = 0
         num_rows = lines * columns // _MERGE**2
         if not 0 < num_rows <= most_rows:
-            raise ValueError("the image is so elongated that its patches do not fit the processor's bounds")
+            raise ValueError("the image is so elongated that its shorter side gets no patch")
         return ImageShape((begin, num_rows, end))
 
     return ImageSizing(shape, ImageShape((begin, most_rows, end)))

@@ -6,6 +6,7 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,12 @@ from transformers.utils import logging as transformers_logging
 from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ImageTooLargeError, LookonceError, ModelFolderError
-from lookonce.families.base import ImageShape
+from lookonce.families.base import ImageShape, Mask
 from lookonce.families.video import DEFAULT_FPS, video_token
 from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
-from lookonce.model.family_model import FamilyModel
+from lookonce.model.build_faults import in_one_line
+from lookonce.model.family_model import FamilyModel, processor_file
 from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
@@ -40,6 +42,8 @@ _SAMPLE_FRAMES = (16, 128)
 # The decoder's default number of tokens per KV block.
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
+# The settings of the decoder that decide whether an image fits into a step, and their defaults.
+_STEP_TOKENS, _STEP_REQUESTS = ("LOOKONCE_MAX_NUM_BATCHED_TOKENS", 2048), ("LOOKONCE_MAX_NUM_SEQS", 64)
 _NO_TEMPLATE = (
     "none: the decoder starts, but refuses chats, and with them `lookonce generate` without --raw; put the model's "
     "chat_template.jinja into the folder, or use text and token prompts only"
@@ -65,7 +69,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             Finding("family", True, model.data.title),
             *_examined("vision half", lambda: _vision(folder, model)),
             *_examined("text half", lambda: _text(folder, model)),
-            *_examined("rows of images", lambda: _sample_rows(model)),
+            *_examined("rows of images", lambda: _sample_rows(model), processor_file(folder.path)),
             *_examined("tokenizer", lambda: _texts(folder, model)),
             *_defaults(folder, generation),
         ]
@@ -74,14 +78,14 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
     return findings
 
 
-def _examined(name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
-    """Returns the findings of a part of the folder, or one about a configuration with which nothing can be computed."""
+def _examined(name: str, examine: Callable[[], list[Finding]], file: str = "config.json") -> list[Finding]:
+    """Returns the findings of a part of the folder, or one about a file with which nothing can be computed."""
     try:
         return examine()
     except LookonceError as error:
         return [Finding(name, False, str(error))]
     except CONFIGURATION_FAULTS as error:
-        reason = f"cannot be used with this configuration: {type(error).__name__} {error}; download config.json again"
+        reason = f"cannot be computed with the numbers in {file}: {in_one_line(error)}; download {file} again"
         return [Finding(name, False, reason)]
 
 
@@ -128,8 +132,6 @@ def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         return [Finding("text half", False, str(error))]
     text = model.source.config.get_text_config()
     recurrent = list(recurrent_kinds(text).values())
-    if recurrent and len(layers_without_keys(text)) == text.num_hidden_layers:
-        return [Finding("text half", False, "no layer has attention; a layer with full attention is needed")]
     shapes = [head_shape(text, layer) for layer in _layers_with_keys(text)]
     token_bytes = sum(shape.num_elements for shape in shapes) * weights.dtype.itemsize
     block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
@@ -180,23 +182,36 @@ def _rows(model: FamilyModel, width: int, height: int) -> str:
 
 
 def _texts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
-    """Returns findings that need the tokenizer."""
+    """Returns findings that need the tokenizer. Raises ModelFolderError if it has other markers than the family."""
     try:
         tokenizer = load_pretrained(folder.path)
     except LookonceError as error:
         return [Finding("tokenizer", False, str(error))]
+    model.marker_ids(lambda text: tokenizer.encode(text, add_special_tokens=False))
     needs_bos = model.data.finish_text is not None and not tokenizer.bos_token
     without_bos = [Finding("tokenizer", False, NO_BOS)] if needs_bos else []
-    return [*without_bos, _largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]
+    return [*without_bos, *_largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]
 
 
-def _largest_image(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> Finding:
+def _largest_image(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Finding]:
     largest = model.sizing.largest
     try:
-        num_tokens = _num_tokens(folder, tokenizer, largest)
+        num_tokens, span_tokens = _num_tokens(folder, tokenizer, largest)
     except LookonceError as error:
-        return Finding("largest image", False, str(error))
-    return Finding("largest image", True, f"{largest.num_rows:,} rows, {num_tokens:,} tokens of the prompt")
+        return [Finding("largest image", False, str(error))]
+    sizes = Finding("largest image", True, f"{largest.num_rows:,} rows, {num_tokens:,} tokens of the prompt")
+    if model.mask is Mask.CAUSAL:
+        return [sizes]
+    most, num_requests = _setting(*_STEP_TOKENS), _setting(*_STEP_REQUESTS)
+    needed = max(span_tokens, model.most_rows) + num_requests - 1
+    detail = f"the decoder needs --max-num-batched-tokens {needed:,} or more, since an image is never split over steps"
+    return [sizes, Finding("step", needed <= most, f"{detail}; it is {most:,}, with --max-num-seqs {num_requests:,}")]
+
+
+def _setting(variable: str, default: int) -> int:
+    """Returns a number that the decoder reads from the environment. A value that is none is refused when it starts."""
+    stated = os.environ.get(variable, "")
+    return int(stated) if stated.isdecimal() else default
 
 
 def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Finding]:
@@ -261,8 +276,11 @@ def _videos(model: FamilyModel, *, takes_videos: bool) -> Finding:
     return Finding("videos", True, ", ".join(rows))
 
 
-def _num_tokens(folder: ModelFolder, tokenizer: Any, shape: ImageShape) -> int:
-    """Returns the number of prompt tokens of one image. Raises ModelFolderError if the tokenizer does not fit."""
+def _num_tokens(folder: ModelFolder, tokenizer: Any, shape: ImageShape) -> tuple[int, int]:
+    """Returns the number of prompt tokens of one image, and that from the first one with a row to the last.
+
+    Raises ModelFolderError if the tokenizer does not fit.
+    """
     token_id = _image_token_id(folder)
     token = tokenizer.convert_ids_to_tokens(token_id)
     if token is None:
@@ -275,7 +293,9 @@ def _num_tokens(folder: ModelFolder, tokenizer: Any, shape: ImageShape) -> int:
             f"the tokenizer does not fit the family: {text!r} has {ids.count(token_id)} image tokens, not {len(runs)}; "
             "use the tokenizer that belongs to the weights"
         )
-    return len(ids) - len(runs) + sum(runs)
+    places = [place for place, found in enumerate(ids) if found == token_id]
+    more = sum(runs) - len(runs)
+    return len(ids) + more, places[-1] - places[0] + 1 + more
 
 
 def _image_token_id(folder: ModelFolder) -> int:

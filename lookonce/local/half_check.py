@@ -16,6 +16,8 @@ import transformers
 from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
+from lookonce.local.shape_pass import SHAPE_ATTENTION, SHAPE_EXPERTS, check_step, register_shape_attention
+from lookonce.model.build_faults import built_fault
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder
@@ -41,14 +43,16 @@ class HalfWeights:
 def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
     """Compares names and shapes of the weights. `config` is the folder's configuration, read by transformers.
 
-    Raises ModelFolderError if loading this half would fail. With a release of transformers whose internal functions
-    differ from those used here, the half is loaded instead.
+    Raises ModelFolderError if loading this half would fail, or a step of the language model. With a release of
+    transformers whose internal functions differ from those used here, the half is loaded instead.
     """
     tensors = _headers(folder)
     report: dict[str, Any] | None = None
     if tensors is not None:
-        model = _empty_half(folder, copy.deepcopy(config), half, tensors)
+        quantized = QuantizedTensors.of(folder.config, folder.weight_files)
+        model = _empty_half(folder, copy.deepcopy(config), half, tensors, quantized)
         report = _loading_report(model, tensors, half)
+    is_empty = report is not None
     if report is None:
         model, report = _loaded(folder, half), {}
     problems = {name: sorted(str(key) for key in report.get(f"{name}_keys", ())) for name in _PROBLEMS}
@@ -59,7 +63,11 @@ def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
         )
     parameters = list(model.parameters())
     num_bytes = sum(parameter.nbytes for parameter in parameters) + stored_expert_bytes(model)
-    return HalfWeights(model.dtype, len(parameters), num_bytes, stored_formats(model))
+    weights = HalfWeights(model.dtype, len(parameters), num_bytes, stored_formats(model))
+    if half is Half.TEXT and tensors is not None and is_empty:
+        # Layers that are codes in the folder compute nothing.
+        check_step(_empty_half(folder, copy.deepcopy(config), half, tensors, None) if weights.quantized else model)
+    return weights
 
 
 def _loaded(folder: ModelFolder, half: Half) -> Any:
@@ -82,20 +90,27 @@ def _headers(folder: ModelFolder) -> dict[str, torch.Tensor] | None:
     return tensors
 
 
-def _empty_half(folder: ModelFolder, config: Any, half: Half, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _empty_half(
+    folder: ModelFolder,
+    config: Any,
+    half: Half,
+    tensors: Mapping[str, torch.Tensor],
+    quantized: QuantizedTensors | None,
+) -> Any:
     base = getattr(transformers, folder.architecture, None)
     if base is None:
         raise ModelFolderError(f"architecture {folder.architecture} is not known to transformers; upgrade transformers")
     dtype = config.dtype or next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
-    quantized = QuantizedTensors.of(folder.config, folder.weight_files)
+    forms: dict[str, Any] = {}
+    if half is Half.TEXT:
+        register_shape_attention()
+        attention = {"text_config": SHAPE_ATTENTION, "vision_config": "eager"}
+        forms = {"attn_implementation": attention, "experts_implementation": SHAPE_EXPERTS}
     try:
         with _META:
-            return half_class(base, half, quantized)._from_config(without_quantization(config), dtype=dtype)
+            return half_class(base, half, quantized)._from_config(without_quantization(config), dtype=dtype, **forms)
     except CONFIGURATION_FAULTS as error:
-        raise ModelFolderError(
-            f"the {half.value} half cannot be built from config.json: "
-            f"{type(error).__name__} {error}; use the config.json that belongs to the weights"
-        ) from error
+        raise built_fault(half.value, error) from error
 
 
 def _loading_report(model: Any, tensors: dict[str, torch.Tensor], half: Half) -> dict[str, Any] | None:

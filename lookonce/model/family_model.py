@@ -6,7 +6,8 @@ this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,9 @@ from lookonce.families.frame_pairs import FramePairs
 from lookonce.families.registry import FAMILIES
 from lookonce.families.single_frames import SingleFrames
 from lookonce.families.video import VideoModel
+from lookonce.model.build_faults import in_one_line
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, read_json_object
+from lookonce.model.number_ranges import check_processor_numbers
 from lookonce.model.text_support import text_refusal
 
 # Suffix of the keys of tokenizer_config.json that name special tokens.
@@ -33,15 +36,8 @@ _NO_TIMM = (
     "the vision tower of this model needs timm and torchvision: install timm, and the torchvision that fits the "
     "installed torch (pip install 'lookonce[timm]')"
 )
-# Settings of image processors from which the rows of every image are computed, and the smallest and largest values with
-# which that takes no time. Those of published models are far from the largest ones.
-_PROCESSOR_BOUNDS = {
-    **dict.fromkeys(("min_tiles", "max_tiles", "min_patches", "max_num_tiles"), (1, 64)),
-    "max_slice_nums": (0, 64),
-    **dict.fromkeys(("merge_size", "downsample_factor", "temporal_patch_size"), (1, 64)),
-    **dict.fromkeys(("tile_size", "scale_resolution", "encoder_patch_size", "patch_size"), (1, 8192)),
-    **dict.fromkeys(("min_image_tokens", "max_image_tokens"), (1, 1 << 16)),
-}
+# The settings of the whole processor, which may hold those of its parts, and of the image processor alone.
+_PROCESSOR_FILE, _IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 _NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
 
 
@@ -75,7 +71,7 @@ class FamilyModel:
             data.opening(source, 0)
         except CONFIGURATION_FAULTS as error:
             raise ModelFolderError(
-                f"{folder.path} lacks something that {data.title} needs: {type(error).__name__} {error}"
+                f"{folder.path} lacks something that {data.title} needs: {in_one_line(error)}"
             ) from error
         if sizing is None:
             raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
@@ -95,6 +91,19 @@ class FamilyModel:
     def most_rows(self) -> int:
         """Rows of the largest image or entry of video frames."""
         return max(self.sizing.largest.num_rows, 0 if self.video is None else self.video.most_rows)
+
+    def marker_ids(self, encode: Callable[[str], Sequence[int]]) -> frozenset[int]:
+        """Returns the ids of the markers on a canvas. `encode` tokenizes text without adding special tokens.
+
+        Raises ModelFolderError if the tokenizer has others.
+        """
+        markers = self.data.canvas_markers(self.source)
+        for text, token_id in markers.items():
+            if list(encode(text)) != [token_id]:
+                raise ModelFolderError(
+                    f"the tokenizer does not fit {self.data.title}: {text!r} is not the token {token_id} of config.json"
+                )
+        return frozenset(markers.values())
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not have and for values out of range."""
@@ -186,7 +195,7 @@ def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:
     try:
         model = _video_model(source, data.video)
     except CONFIGURATION_FAULTS as error:
-        return None, f"the folder's video processor does not fit {data.title}: {type(error).__name__} {error}"
+        return None, f"the folder's video processor does not fit {data.title}: {in_one_line(error)}"
     return model, "" if model else "the folder's files name no video token"
 
 
@@ -198,7 +207,7 @@ def _config(folder: ModelFolder) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except (OSError, ImportError, StrictDataclassError, *CONFIGURATION_FAULTS) as error:
-        raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {error}") from error
+        raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {in_one_line(error)}") from error
 
 
 def _check_packages(folder: ModelFolder, data: Family) -> None:
@@ -217,21 +226,29 @@ def _image_processor(folder: ModelFolder, data: Family) -> Any:
             folder.path, backend=backend, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ImportError, *CONFIGURATION_FAULTS) as error:
-        raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
+        raise ModelFolderError(
+            f"{folder.path} has no usable image processor: {in_one_line(error)}; download "
+            f"{processor_file(folder.path)} again"
+        ) from error
     if processor_backend(processor) != backend:
         raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
-    for name, (least, most) in {**_PROCESSOR_BOUNDS, "max_patches": (1, data.most_patches)}.items():
-        value = getattr(processor, name, None)
-        # A comparison with NaN is false.
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            raise ModelFolderError(
-                f"{folder.path}: {name} of the image processor must be a number from {least} to {most}, not {value}"
-            )
+    check_processor_numbers(
+        folder.path / processor_file(folder.path),
+        processor,
+        most_patches=data.most_patches,
+        has_pixels=hasattr(processor, "merge_size"),
+    )
     return processor
 
 
+def processor_file(path: pathlib.Path) -> str:
+    """Returns the name of the file in a folder from which transformers reads the settings of the image processor."""
+    whole = path / _PROCESSOR_FILE
+    return _PROCESSOR_FILE if whole.is_file() and "image_processor" in read_json_object(whole) else _IMAGES_FILE
+
+
 def _settings(folder: ModelFolder) -> Mapping[str, Any]:
-    path = folder.path / "processor_config.json"
+    path = folder.path / _PROCESSOR_FILE
     settings = read_json_object(path) if path.is_file() else {}
     return {name: value for name, value in settings.items() if name not in _NESTED}
 
@@ -242,9 +259,9 @@ def _video_settings(folder: ModelFolder) -> Mapping[str, Any]:
     Old folders have one file for images and videos.
     """
     for name, entry in (
-        ("processor_config.json", "video_processor"),
+        (_PROCESSOR_FILE, "video_processor"),
         ("video_preprocessor_config.json", None),
-        ("preprocessor_config.json", None),
+        (_IMAGES_FILE, None),
     ):
         path = folder.path / name
         found = read_json_object(path) if path.is_file() else {}

@@ -20,6 +20,7 @@ import transformers
 from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
+from lookonce.model.build_faults import built_fault
 from lookonce.model.empty_weights import without_meta_device
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
@@ -208,13 +209,14 @@ def _load(
         raise
     except (RustPanicError, SafetensorError) as error:
         raise ModelFolderError(f"the weights of {folder.name} cannot be read; download them again") from error
-    except CONFIGURATION_FAULTS as error:
+    except (MemoryError, *CONFIGURATION_FAULTS) as error:
         if is_lack_of_memory(error):
-            raise
-        raise ModelFolderError(
-            f"the {half.value} half cannot be built from config.json: {type(error).__name__} {error}; use the "
-            "config.json that belongs to the weights"
-        ) from error
+            num_gb = sum(file.stat().st_size for file in files) / 1e9
+            raise ModelFolderError(
+                f"there is no memory for the {half.value} half with the sizes in config.json (all weights are "
+                f"{num_gb:,.1f} GB); use a machine with more memory, or the config.json that belongs to the weights"
+            ) from error
+        raise built_fault(half.value, error) from error
     scales = sorted(key for key in report["unexpected_keys"] if key.endswith(("_scale", "_scale_inv")))
     if quantized is not None and scales:
         raise ModelFolderError(

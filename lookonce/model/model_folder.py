@@ -14,6 +14,7 @@ from typing import Any
 
 from lookonce.errors import LookonceError, ModelFolderError
 from lookonce.families.registry import FAMILIES
+from lookonce.model.number_ranges import IMAGE_TOKENS, check_config_numbers
 from lookonce.model.quantized_folder.storage import Storage
 from lookonce.model.safetensors_header import read_header
 
@@ -27,25 +28,6 @@ _CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.js
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-# Sizes in config.json and its parts, and their largest values: far above those of any model, and small enough that a
-# product of two can be computed and refused.
-_LARGEST_SIZE, _MOST_LAYERS, _MOST_LABELS = 1 << 24, 4096, 1 << 16
-_SIZES = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "embed_dim"), _LARGEST_SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
-    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), _LARGEST_SIZE),
-    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"), _LARGEST_SIZE),
-    **dict.fromkeys(
-        ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _LARGEST_SIZE
-    ),
-    **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
-    **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
-    # transformers makes a name for each.
-    "num_labels": _MOST_LABELS,
-}
-# Fields that name the token of images; the last one is that of published Nemotron-H Omni folders.
-_IMAGE_TOKENS = ("image_token_index", "image_token_id", "img_context_token_id")
-_TOKENS = (*_IMAGE_TOKENS, "video_token_index", "video_token_id")
 # Types that are not served, with the property that stands against it (docs/adr/0048).
 _APART = "which attends to images apart from the text (cross-attention) and is not served"
 _TOGETHER = "whose encoder reads image and prompt together, and which is not served"
@@ -55,7 +37,7 @@ _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with s
 
 def image_token_id(config: Mapping[str, Any]) -> Any:
     """Returns the id of the token of images in a config.json, None if no field names it."""
-    return next((config[name] for name in _IMAGE_TOKENS if config.get(name) is not None), None)
+    return next((config[name] for name in IMAGE_TOKENS if config.get(name) is not None), None)
 
 
 # transformers and torch raise these for a configuration that contradicts itself or the weights.
@@ -109,7 +91,7 @@ class ModelFolder:
             raise ModelFolderError(_without_config(path))
         config = read_json_object(path / _CONFIG_FILE)
         model_type, architecture = _checked_architecture(path, config)
-        _check_sizes(path, config)
+        check_config_numbers(path, config)
         _refuse_own_code(path)
         storage = _storage(path, config)
         return cls(
@@ -187,39 +169,6 @@ def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tupl
             f"{path}/config.json names the architectures {config.get('architectures')!r}; {model_type} needs {[wanted]}"
         )
     return model_type, wanted
-
-
-def _check_sizes(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelFolderError for a size that no model has, and for a layer of the tower that is not there."""
-    parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
-    for where, part in [*parts.items()]:
-        layers = part.get("per_layer_config")
-        if isinstance(layers, dict):
-            own = {f"{where}per_layer_config.{layer}.": sizes for layer, sizes in layers.items()}
-            parts |= {name: sizes for name, sizes in own.items() if isinstance(sizes, dict)}
-    for where, part in parts.items():
-        for name, largest in _SIZES.items():
-            size = part.get(name)
-            if isinstance(size, int) and not 1 <= size <= largest:
-                raise ModelFolderError(
-                    f"{path}/{_CONFIG_FILE}: {where}{name} must be a number from 1 to {largest:,}, not {size}; "
-                    "download config.json again"
-                )
-    for name in _TOKENS:
-        token_id = config.get(name)
-        if isinstance(token_id, int) and not 0 <= token_id < _LARGEST_SIZE:
-            raise ModelFolderError(
-                f"{path}/{_CONFIG_FILE}: {name} must be the id of a token, not {token_id}; download config.json again"
-            )
-    chosen, num_layers = config.get("vision_feature_layer"), parts.get("vision_config.", {}).get("num_hidden_layers")
-    if isinstance(num_layers, int):
-        # The tower's input counts as a layer, too.
-        for layer in chosen if isinstance(chosen, list) else [chosen]:
-            if isinstance(layer, int) and not -num_layers - 1 <= layer <= num_layers:
-                raise ModelFolderError(
-                    f"{path}/{_CONFIG_FILE}: vision_feature_layer is {layer}, and the vision tower has {num_layers} "
-                    "layers; download config.json again"
-                )
 
 
 def _storage(path: pathlib.Path, config: Mapping[str, Any]) -> Storage | None:

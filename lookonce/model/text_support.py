@@ -200,6 +200,8 @@ def _layers(_config: Any, text: Any) -> str | None:
         if layer not in keyless and layer_type not in served_types:
             served = " and ".join(served_types)
             return f"a layer of type {layer_type!r} (layer {layer}), but only {served} are served; {_ADVICE}"
+    if layer_types and len(keyless) == len(layer_types):
+        return f"no layer with attention, of which one is needed; {_ADVICE}"
     return None
 
 

@@ -169,7 +169,13 @@ class _LayoutReader:
             if -(-self.num_inputs // size) == num_groups:
                 return size
         if num_groups < 1 or self.num_inputs % num_groups:
-            raise _error(self.name, f"{self.num_inputs} inputs are not {num_groups} groups of equal size")
+            named = " or ".join(map(str, self.storage.group_sizes)) or "none"
+            raise _error(
+                self.name,
+                f"{self.num_inputs} inputs are not {num_groups} groups of equal size, and a shorter last group needs "
+                f"their size in config.json (group_size), which names {named}; use the config.json that belongs to the "
+                "weights",
+            )
         return self.num_inputs // num_groups
 
 

@@ -32,7 +32,7 @@ def replace_by_stored(model: Any, tensors: QuantizedTensors) -> list[str]:
 
     Layers that the model lacks, such as those of its other half, are left out. Returns patterns of the names of tensors
     that the loader must leave out: those of experts. Raises ModelFolderError for a layer that is neither a linear layer
-    nor one of an expert, or whose tensors do not fit it.
+    nor one of an expert, whose weight is tied to another one, or whose tensors do not fit it.
     """
     names = names_in(model, tensors.layers)
     for layer, name in names.linears.items():
@@ -40,6 +40,11 @@ def replace_by_stored(model: Any, tensors: QuantizedTensors) -> list[str]:
         if type(linear) is not torch.nn.Linear:
             raise ModelFolderError(
                 f"the quantized layer {layer} is not served: it is a {type(linear).__name__}, not a linear layer"
+            )
+        if f"{name}.weight" in model.all_tied_weights_keys:
+            raise ModelFolderError(
+                f"the quantized layer {layer} is not served: config.json ties its weight to the embedding table "
+                "(tie_word_embeddings), which is not quantized; use the config.json that belongs to the weights"
             )
         _set_module(model, name, StoredLinear(layer, linear, tensors.layers[layer], tensors.storage))
     for name, layers in names.experts.items():

@@ -8,19 +8,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import PIL.Image
 import pytest
-import torch
 import transformers
 
 from decoder_svc.prompt.family import load_family
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, ModelFolderError, UnsupportedError
-from lookonce.local.doctor_model import examine_folder
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import load_text_half, load_vision_half
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
-from tests.decoder_svc.runner.cpu.loaded_runner import load
+from tests.folder_verdicts import doctor_refusal, start_refusal
 from tests.tiny_families import FAMILIES as TINY_FAMILIES
 
 CONFIG, IMAGES = "config.json", "preprocessor_config.json"
@@ -128,9 +127,25 @@ def test_a_model_with_sound_is_served_without_it(name: str, tmp_path: pathlib.Pa
 
 
 def test_a_model_without_attention_is_refused_by_the_decoder_and_by_doctor(name: str, tmp_path: pathlib.Path) -> None:
-    path = TINY_FAMILIES[name].build(tmp_path / name, text={"layers_block_type": ["linear_attention", "mlp"]})
-    with pytest.raises(ModelFolderError, match="and no attention; a layer with full attention is needed"):
-        load(path, torch.float32)
-    (finding,) = (one for one in examine_folder(ModelFolder.open(path)) if one.subject == "text half")
-    assert not finding.is_fine
-    assert "no layer has attention" in finding.detail
+    """transformers' own words for layers that are all Mamba2 are "math domain error"."""
+    reason = "has no layer with attention, of which one is needed"
+    for number, types in enumerate((["linear_attention", "mlp"], ["linear_attention", "linear_attention"])):
+        path = tmp_path / f"{name}-{number}"
+        shutil.copytree(TINY_FAMILIES[name].build(tmp_path / f"whole-{number}"), path)
+        config = json.loads((path / CONFIG).read_text())
+        config["text_config"] |= {"layers_block_type": types, "num_hidden_layers": len(types)}
+        (path / CONFIG).write_text(json.dumps(config))
+        assert reason in (doctor_refusal(path) or "")
+        assert reason in (start_refusal(path) or "")
+
+
+def test_elongated_images_are_served_where_the_bound_is_tiny(name: str, edited: Edited) -> None:
+    """Their one line of patches becomes two, with more patches than the bound, as in the processor of transformers."""
+    folder = edited(name, IMAGES, {"min_num_patches": 1, "max_num_patches": 16})
+    model = FamilyModel.load(folder)
+    image = PIL.Image.new("RGB", (8 * 16, 8))
+    pixels = model.source.processor([image], return_tensors="pt")
+    num_rows = int(pixels["image_grid_hw"].prod()) // 4
+    assert num_rows > 16 // 4
+    assert model.image_shape(*image.size, ProcessorOptions()).num_rows == num_rows
+    assert model.sizing.largest.num_rows >= num_rows

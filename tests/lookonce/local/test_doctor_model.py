@@ -30,6 +30,7 @@ from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_families, tiny_models
 from tests.decoder_svc.runner.cpu.loaded_runner import load
+from tests.folder_verdicts import start_refusal
 from tests.lookonce.command import run_here
 from tests.quantized_folders import FORMS, store_quantized
 from tests.rust_panic import change_tokenizer, with_short_table
@@ -91,6 +92,22 @@ def test_sizes_follow_from_the_configuration(built: Callable[[str], pathlib.Path
     assert findings["largest image"].detail == "16 rows, 20 tokens of the prompt"
     deepstack = _examined(built("qwen3_vl"))
     assert deepstack["row"].detail.startswith("768 bytes, 512 of them feature levels; ")
+
+
+def test_the_step_that_a_whole_image_needs_is_told(
+    built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = _examined(built("gemma3"))["step"]
+    assert step.is_fine
+    assert step.detail.startswith("the decoder needs --max-num-batched-tokens 79 or more")
+    monkeypatch.setenv("LOOKONCE_MAX_NUM_SEQS", "4")
+    monkeypatch.setenv("LOOKONCE_MAX_NUM_BATCHED_TOKENS", "18")
+    findings = _examined(built("gemma3"))
+    assert not findings["step"].is_fine
+    assert "loading" not in findings
+    assert "--max-num-batched-tokens 19 or more" in findings["step"].detail
+    assert "Gemma 3 needs 19" in (start_refusal(built("gemma3")) or "")
+    assert "step" not in _examined(built("llava_clip"))
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_moe"])
@@ -378,7 +395,13 @@ def test_models_imports_neither_torch_nor_transformers() -> None:
         ("config.json", "text_config.pad_token_id", 10**6, "family", "pad_token_id"),
         ("config.json", "text_config.per_layer_config", [], "family", "transformers cannot read"),
         ("config.json", "text_config.per_layer_config", {"2": {"sliding_window": 4}}, "family", "sliding_window"),
-        ("preprocessor_config.json", "pooling_kernel_size", 0, "rows of images", "ZeroDivisionError"),
+        (
+            "preprocessor_config.json",
+            "pooling_kernel_size",
+            0,
+            "rows of images",
+            "with the numbers in preprocessor_config.json: ZeroDivisionError",
+        ),
         ("preprocessor_config.json", "patch_size", 0, "family", "patch_size of the image processor must be a number"),
         ("preprocessor_config.json", "patch_size", None, "rows of images", "TypeError"),
     ],

@@ -53,3 +53,9 @@ def test_the_program_prints_one_for_each_type(qwen3_vl: pathlib.Path, capsys: py
     main([str(qwen3_vl), "int8_scaled", *DTYPES])
     printed = capsys.readouterr().out.split()
     assert printed == [found(qwen3_vl, dtype, RowDtype.INT8_SCALED) for dtype in DTYPES]
+
+
+def test_a_folder_that_cannot_be_served_is_told_in_one_line(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), "float32", "float32"])
+    assert "is empty; download a model into it" in str(ended.value.code)

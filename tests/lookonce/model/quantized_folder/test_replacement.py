@@ -147,3 +147,17 @@ def test_codes_without_an_entry_in_the_configuration_do_not_fit(tmp_path: pathli
     file.write_text(json.dumps(config))
     with pytest.raises(ModelFolderError, match="do not fit the configuration"):
         load_text_half(tmp_path / "stored", torch.float32, "eager")
+
+
+def test_a_head_that_is_tied_and_quantized_is_told(tmp_path: pathlib.Path) -> None:
+    assert "lm_head" in built("qwen2_vl", tmp_path)
+    path = tmp_path / "stored" / "config.json"
+    config = json.loads(path.read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    path.write_text(json.dumps(config))
+    reason = "the quantized layer lm_head is not served: config.json ties its weight to the embedding table"
+    folder = ModelFolder.open(tmp_path / "stored")
+    with pytest.raises(ModelFolderError, match=reason):
+        check_half(folder, FamilyModel.load(folder).source.config, Half.TEXT)
+    with pytest.raises(ModelFolderError, match=reason):
+        load_text_half(folder.path, None, "sdpa")

@@ -137,7 +137,11 @@ def scales_of(weight: Tensor, weights: Mapping[str, object]) -> dict[str, Tensor
     [
         ("awq", {"qzeros": torch.zeros(3, 1, dtype=torch.int32)}, "qzeros is I32 of 3 × 1, not I32 of 3 × 2"),
         ("awq", {"qweight": torch.zeros(96, 4, dtype=torch.int32)}, "AWQ with 8 bits is not served"),
-        ("awq", {"scales": torch.zeros(5, 16)}, "96 inputs are not 5 groups of equal size"),
+        (
+            "awq",
+            {"scales": torch.zeros(5, 16)},
+            "96 inputs are not 5 groups of equal size, and a shorter last",
+        ),
         ("awq", {"scales": torch.zeros(0, 16)}, "96 inputs are not 0 groups of equal size"),
         ("awq", {"scales": torch.zeros(16)}, "which are not two matrices"),
         ("gptq-4", {"g_idx": torch.zeros(95, dtype=torch.int32)}, "g_idx is I32 of 95, not I32 of 96"),
