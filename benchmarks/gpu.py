@@ -47,6 +47,7 @@ from decoder_svc.runner.cuda.runner import GPUModelRunner
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
+from lookonce.model.libraries import torchvision_import
 from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
@@ -241,7 +242,7 @@ def _quantized(figures: Figures, device: torch.device, arguments: argparse.Names
 
 
 def _recurrent(figures: Figures, device: torch.device) -> None:
-    """Checks and times recurrent layers, and checks the answers of a tiny model that has them."""
+    """Checks and times recurrent layers, and checks the answers of tiny models that have them."""
     for cell in recurrent_cells(device):
         if isinstance(cell, Check):
             figures.add("checks", asdict(cell))
@@ -249,10 +250,16 @@ def _recurrent(figures: Figures, device: torch.device) -> None:
             figures.add("recurrent", cell)
     with tempfile.TemporaryDirectory() as base:
         # Imported late: other stages need no tests.
-        from tests.tiny_families import qwen3_5
+        from tests.tiny_families import nemotron_h_omni, qwen3_5
 
-        for check in parity(qwen3_5.build(pathlib.Path(base) / "model"), GPUModelRunner):
-            figures.add("checks", asdict(replace(check, name=f"{check.name}, recurrent layers")))
+        folders = {"gated delta nets": qwen3_5.build(pathlib.Path(base) / "delta")}
+        if torchvision_import.is_installed():
+            kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+            text = {"layers_block_type": kinds}
+            folders["Mamba2"] = nemotron_h_omni.build(pathlib.Path(base) / "mamba2", text=text)
+        for name, folder in folders.items():
+            for check in parity(folder, GPUModelRunner):
+                figures.add("checks", asdict(replace(check, name=f"{check.name}, {name}")))
 
 
 def _trace(figures: Figures, bench: DecodeBench, batch: int, context: int) -> None:

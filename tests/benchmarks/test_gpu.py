@@ -189,11 +189,13 @@ def test_recurrent_layers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu_recurrent, "_STEPS", ((2, 1), (1, 3)))
     cells = [*gpu_recurrent.recurrent_cells(CPU, 64, dtype=torch.float32, num_calls=1)]
     checks = [cell for cell in cells if isinstance(cell, gpu_checks.Check)]
-    assert [check.passed for check in checks] == [True] * 2, checks
+    assert [check.passed for check in checks] == [True] * 3, checks
     timed = [cell for cell in cells if isinstance(cell, dict)]
-    assert [(cell["sequences"], cell["tokens"]) for cell in timed] == [(2, 1), (1, 3)] * 2
+    assert [(cell["sequences"], cell["tokens"]) for cell in timed] == [(2, 1), (1, 3)] * 3
     assert all(cell["kernels_s"] > 0 and cell["operators_s"] > 0 for cell in timed)
-    assert "| short convolution | 1 | 3 |" in section({"device": "a device", "torch": "2", "recurrent": timed})
+    text = section({"device": "a device", "torch": "2", "recurrent": timed})
+    assert "| short convolution | 1 | 3 |" in text
+    assert "| Mamba2 | 2 | 1 |" in text
     right = triton_recurrent.convolve
     monkeypatch.setattr(triton_recurrent, "convolve", lambda *args, **options: right(*args, **options) * 1.05)
     cells = [*gpu_recurrent.recurrent_cells(CPU, 64, dtype=torch.float32, num_calls=1)]

@@ -121,7 +121,9 @@ class GPUModelRunner(ModelRunnerBase):
         except ImportError as error:
             reason: str | None = f"Triton cannot be imported ({error})"
         else:
-            kernels = RecurrentKernels(triton.TritonDeltaStep(), triton.TritonConvolutionStep())
+            kernels = RecurrentKernels(
+                triton.TritonDeltaStep(), triton.TritonConvolutionStep(), triton.TritonScanStep()
+            )
             reason = wrong_kernel_reason(text_model, self.model.dtype, kernels, self.device)
         if reason is None:
             return kernels

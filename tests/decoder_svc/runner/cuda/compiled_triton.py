@@ -86,7 +86,8 @@ def main() -> None:
                 assert ("wgmma" in ptx) == (capability >= 90 and source.signature["inputs"] == "*bf16")
             most = max(most, compiled.metadata.shared)
         for source in _recurrent_sources():
-            options = {"num_warps": triton_recurrent.NUM_WARPS} if source.fn is triton_recurrent._delta else {}
+            is_lone_warp = source.fn in (triton_recurrent._delta, triton_recurrent._scan)
+            options = {"num_warps": triton_recurrent.NUM_WARPS} if is_lone_warp else {}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cubin" in compiled.asm
             assert "st.local" not in compiled.asm["ptx"], "registers do not suffice"
@@ -185,13 +186,18 @@ def _quantized_sources() -> Iterator[Any]:
 
 
 def _recurrent_sources() -> Iterator[Any]:
-    """Yields the kernels of recurrent layers, for a Qwen3.5 with heads of 128 numbers, and for an LFM2."""
+    """Yields the kernels of recurrent layers, for a Qwen3.5 with heads of 128 numbers, an LFM2 and a Nemotron-H."""
     places = "sources targets first_tokens token_sequences first_snapshots snapshot_tokens snapshot_states".split()
     types = dict.fromkeys(places, "*i64") | dict.fromkeys(("inputs", "windows"), "*bf16")
     types |= dict.fromkeys(("filters", "bias", "convolved", "decay", "beta", "matrices"), "*fp32")
+    types |= dict.fromkeys(("time_steps", "gates"), "*bf16")
+    types |= dict.fromkeys(("rates", "skips", "step_bias"), "*fp32")
     blocks = {"BLOCK_TOKENS": 8, "BLOCK_CHANNELS": 128}
-    for num_channels, num_kept, has_bias, has_silu, output in ((8192, 3, 0, 1, "*fp32"), (2048, 2, 1, 0, "*bf16")):
-        sizes = {"NUM_CHANNELS": num_channels, "NUM_KEPT": num_kept}
+    # Those of a Nemotron-H are a part of each row of a projection.
+    for row, num_channels, num_kept, has_bias, has_silu, output in (
+        (8192, 8192, 3, 0, 1, "*fp32"), (2048, 2048, 2, 1, 0, "*bf16"), (10304, 6144, 3, 1, 1, "*fp32"),
+    ):  # fmt: skip
+        sizes = {"ROW": row, "NUM_CHANNELS": num_channels, "NUM_KEPT": num_kept}
         kinds = {"HAS_BIAS": has_bias, "HAS_SILU": has_silu}
         yield _recurrent(triton_recurrent._convolve, sizes | kinds | blocks, types | {"outputs": output})
         left = {"PADDED_KEPT": triton.next_power_of_2(num_kept), "BLOCK_CHANNELS": 128}
@@ -199,6 +205,9 @@ def _recurrent_sources() -> Iterator[Any]:
     heads = {"NUM_KEY_HEADS": 16, "NUM_VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "PADDED_KEYS": 128}
     columns: dict[str, Any] = {"NUM_COLUMNS": triton_recurrent.BLOCK_COLUMNS, "SCALE": 128**-0.5}
     yield _recurrent(triton_recurrent._delta, heads | columns, types | {"outputs": "*fp32"})
+    heads = {"NUM_GROUPS": 8, "NUM_HEADS": 64, "STATE_SIZE": 128, "HEAD_DIM": 64, "PADDED_STATE": 128}
+    columns = {"NUM_COLUMNS": triton_recurrent.BLOCK_COLUMNS, "STEPS_ROW": 10304, "GATES_ROW": 10304}
+    yield _recurrent(triton_recurrent._scan, heads | columns, types | {"outputs": "*fp32"})
 
 
 def _recurrent(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> Any:
