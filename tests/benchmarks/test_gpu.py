@@ -22,8 +22,10 @@ from benchmarks.peer import PeerInstall
 from decoder_svc.runner.attention import SdpaBackend
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.paged_backend import LayerPools
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
+from tests.tiny_families import FAMILIES
 from tests.tiny_models import build_llava_clip
 
 CPU = torch.device("cpu")
@@ -33,6 +35,22 @@ class AheadRunner(RecordingRunner):
     """Launches steps ahead, as a GPU does."""
 
     overlaps_steps = True
+
+
+class RecurrentRunner(RecordingRunner):
+    """Computes recurrent layers with PyTorch's operators."""
+
+    serves_recurrent_layers = True
+
+
+class ForgetfulRunner(RecurrentRunner):
+    """Loses the states of recurrent layers behind each step."""
+
+    def execute_model(self, scheduled: SchedulerOutput) -> list[SampledToken]:
+        tokens = super().execute_model(scheduled)
+        assert self.recurrent is not None
+        self.recurrent.allocate(self.recurrent.sizes, self.device)
+        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +156,15 @@ def test_a_right_runner_passes_and_a_wrong_one_does_not(folder: pathlib.Path, mo
     right = TensorBackend.attend_paged
     monkeypatch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.5)
     assert not any(check.passed for check in gpu_checks.parity(folder, RecordingRunner, prompt_tokens=20))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_answers_of_models_with_recurrent_layers_are_compared(name: str, tmp_path: pathlib.Path) -> None:
+    folder = FAMILIES[name].build(tmp_path)
+    checks = gpu_checks.parity(folder, RecurrentRunner, prompt_tokens=20)
+    assert all(check.passed for check in checks), checks
+    in_float32 = gpu_checks.parity(folder, ForgetfulRunner, prompt_tokens=20)[:2]
+    assert not any(check.passed for check in in_float32), in_float32
 
 
 def test_answers_with_keys_of_8_bits_are_compared(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +332,8 @@ def test_differences_count_up_to_where_answers_part() -> None:
     largest, num_places = largest_difference(one, other)
     assert num_places == 2
     assert largest == pytest.approx(0.1)
+    others = [Answer((7, 8, 9), ({7: -0.2}, {8: -0.4}, {9: -9.0}))]
+    assert largest_difference(one, others) == (math.inf, 1)
 
 
 def test_limits_are_measured_on_any_device() -> None:
