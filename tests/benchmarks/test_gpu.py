@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, fill, largest_difference
 from benchmarks.gpu_vllm import vllm_cells
 from benchmarks.peer import PeerInstall
-from decoder_svc.runner.attention import SdpaBackend
+from decoder_svc.runner.attention import AttentionBackend, SdpaBackend
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.paged_backend import LayerPools
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
@@ -141,6 +142,7 @@ def test_every_stage_leaves_figures_that_make_a_section(
         "| tiny | 1 | 16 |",
         "56 × 56",
         "| tiny | 2 | known |",
+        "| Kimi K2.5 | decode |",
         "not asked",
         "vLLM 0.0 on the same device",
         "| tiny | 32 | 2 |",
@@ -239,12 +241,35 @@ def test_pools_are_filled_with_numbers_or_with_codes_and_scales() -> None:
     assert all(bool((each == 1 / 64).all()) for each in scales)
 
 
+def test_attention_over_latents_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoder_svc.runner.cuda.interpreted_triton import interpreted
+
+    monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)], "chunks": [(3, 10), (0, 1)]})
+    monkeypatch.setattr(gpu_checks, "LATENTS", {"a model": (4, 32)})
+    backends: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend, "triton": interpreted}
+    cells = [*gpu_checks.latent_cells(backends, CPU, torch.float32)]
+    checks = [cell for cell in cells if isinstance(cell, gpu_checks.Check)]
+    assert [check.name for check in checks] == [
+        f"triton against sdpa: {step}, heads of a model" for step in ("decode", "chunks")
+    ]
+    assert all(check.passed for check in checks), checks
+    timed = [cell for cell in cells if isinstance(cell, dict)]
+    assert all(cell["attention_s"] > 0 for cell in timed)
+    text = section({"device": "a device", "torch": "2", "latents": timed})
+    assert "| heads of | step | sdpa | triton |" in text
+    assert "| a model | chunks |" in text
+
+
 def test_backends_are_compared_with_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)], "chunks": [(3, 10), (0, 1)]})
     backends = {"sdpa": SdpaBackend, "tensor": TensorBackend}
     checks = gpu_checks.backends_agree(backends, CPU)
     assert [check.name for check in checks] == ["tensor against sdpa: decode", "tensor against sdpa: chunks"]
     assert all(check.passed for check in checks)
+    right = TensorBackend.attend_paged
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.1)
+        assert not any(check.passed for check in gpu_checks.backends_agree(backends, CPU))
     seconds = gpu_checks.attention_seconds(backends, CPU)
     assert {(name, backend) for name, of_trial in seconds.items() for backend in of_trial} == {
         (name, backend) for name in ("decode", "chunks") for backend in backends

@@ -93,6 +93,7 @@ class GPUModelRunner(ModelRunnerBase):
             num_processors=num_processors,
             shared_bytes=self.properties.shared_memory_per_block_optin,
             is_rounded=self.config.rounds_kv_cache,
+            value_dim=largest.value_dim,
         )
         self.backend = cuda_attention(needs)
         if self.adapters is not None:
