@@ -18,6 +18,7 @@ TORCHVISION := .venv/torchvision
 # Folders and files with tests of families that need torchvision.
 TORCHVISION_TESTS := tests/test_tiny_models.py tests/parity tests/lookonce/families tests/lookonce/model \
 	tests/lookonce/local tests/e2e/test_torchvision_families.py tests/decoder_svc/runner/cuda/test_families.py \
+	tests/decoder_svc/runner/cuda/test_recurrent_families.py \
 	tests/decoder_svc/runner/cpu/test_quantized_folders.py tests/decoder_svc/runner/cpu/test_quantized_models.py \
 	tests/decoder_svc/test_adapters.py
 AXE := .venv/axe-core

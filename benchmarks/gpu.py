@@ -29,6 +29,7 @@ from benchmarks.gpu_checks import (
     backends_agree,
     cuda_backends,
     graphs_give_the_same_bits,
+    latent_cells,
     overlapped_steps_give_the_same_ids,
     parity,
     penalties_agree,
@@ -47,10 +48,23 @@ from decoder_svc.runner.cuda.runner import GPUModelRunner
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
+from lookonce.model.libraries import torchvision_import
 from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
-STAGES = ("checks", "decode", "rounded", "quantized", "recurrent", "attention", "encoder", "service", "peer", "vllm")
+STAGES = (
+    "checks",
+    "decode",
+    "rounded",
+    "quantized",
+    "recurrent",
+    "latents",
+    "attention",
+    "encoder",
+    "service",
+    "peer",
+    "vllm",
+)
 # Other engines take minutes to start, and must be installed.
 _DEFAULT_STAGES = STAGES[:-2]
 _BATCHES, _CONTEXTS = (1, 8, 64), (1024, 8192)
@@ -99,6 +113,7 @@ def main() -> None:
         "rounded": functools.partial(_rounded, figures, device, arguments),
         "quantized": functools.partial(_quantized, figures, device, arguments),
         "recurrent": functools.partial(_recurrent, figures, device),
+        "latents": functools.partial(_latents, figures, device),
         "attention": lambda: figures.add("attention_s", attention_seconds(cuda_backends(device), device)),
         "encoder": functools.partial(_encoder, figures, device, arguments),
         "service": functools.partial(_service, figures, device, arguments),
@@ -241,7 +256,7 @@ def _quantized(figures: Figures, device: torch.device, arguments: argparse.Names
 
 
 def _recurrent(figures: Figures, device: torch.device) -> None:
-    """Checks and times recurrent layers, and checks the answers of a tiny model that has them."""
+    """Checks and times recurrent layers, and checks the answers of tiny models that have them."""
     for cell in recurrent_cells(device):
         if isinstance(cell, Check):
             figures.add("checks", asdict(cell))
@@ -249,10 +264,32 @@ def _recurrent(figures: Figures, device: torch.device) -> None:
             figures.add("recurrent", cell)
     with tempfile.TemporaryDirectory() as base:
         # Imported late: other stages need no tests.
-        from tests.tiny_families import qwen3_5
+        from tests.tiny_families import nemotron_h_omni, qwen3_5
 
-        for check in parity(qwen3_5.build(pathlib.Path(base) / "model"), GPUModelRunner):
-            figures.add("checks", asdict(replace(check, name=f"{check.name}, recurrent layers")))
+        folders = {"gated delta nets": qwen3_5.build(pathlib.Path(base) / "delta")}
+        if torchvision_import.is_installed():
+            kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+            text = {"layers_block_type": kinds}
+            folders["Mamba2"] = nemotron_h_omni.build(pathlib.Path(base) / "mamba2", text=text)
+        for name, folder in folders.items():
+            for check in parity(folder, GPUModelRunner):
+                figures.add("checks", asdict(replace(check, name=f"{check.name}, {name}")))
+
+
+def _latents(figures: Figures, device: torch.device) -> None:
+    """Checks and times attention over latents, and checks the answers of a tiny model that has it."""
+    for cell in latent_cells(cuda_backends(device), device):
+        if isinstance(cell, Check):
+            figures.add("checks", asdict(cell))
+        else:
+            figures.add("latents", cell)
+    with tempfile.TemporaryDirectory() as base:
+        # Imported late: other stages need no tests.
+        from tests.tiny_families import mistral4
+
+        # Rounding to bfloat16 gives some of its tokens to other experts.
+        for check in parity(mistral4.build(pathlib.Path(base) / "model"), GPUModelRunner, dtypes=(torch.float32,)):
+            figures.add("checks", asdict(replace(check, name=f"{check.name}, latents")))
 
 
 def _trace(figures: Figures, bench: DecodeBench, batch: int, context: int) -> None:

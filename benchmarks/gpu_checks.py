@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,8 +64,9 @@ def parity(
     *,
     rounds_kv_cache: bool = False,
     quantize_bits: int | None = None,
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
 ) -> list[Check]:
-    """Compares the log probabilities of greedy answers with those of the CPU in float32.
+    """Compares the log probabilities of greedy answers in these types with those of the CPU in float32.
 
     With `rounds_kv_cache`, keys and values have 8 bits on both sides; with `quantize_bits`, weights have so many.
     """
@@ -79,7 +80,9 @@ def parity(
 
     reference = answers(CPUModelRunner, torch.float32, 16).answers
     checks = []
-    for dtype, tolerance in (_ROUNDED_TOLERANCES if rounds_kv_cache else TOLERANCES).items():
+    tolerances = _ROUNDED_TOLERANCES if rounds_kv_cache else TOLERANCES
+    for dtype in dtypes:
+        tolerance = tolerances[dtype]
         for block_size in _BLOCK_SIZES:
             largest, num_places = largest_difference(reference, answers(kind, dtype, block_size).answers)
             rounded = ", keys of 8 bits" if rounds_kv_cache else ""
@@ -125,8 +128,9 @@ def cuda_backends(device: torch.device) -> dict[str, Callable[[], AttentionBacke
     except ImportError:
         print("Triton is not installed")
     else:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        found["triton"] = lambda: TritonBackend(processors)
+        properties = torch.cuda.get_device_properties(device)
+        sizes = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        found["triton"] = lambda: TritonBackend(*sizes)
     try:
         functions = load_flash_functions()
     except ImportError:
@@ -151,17 +155,50 @@ TRIALS = {
 
 def backends_agree(backends: Mapping[str, Callable[[], AttentionBackend]], device: torch.device) -> list[Check]:
     """Compares each backend with the PyTorch one in bfloat16."""
+    return _agree(backends, _spec(), _NUM_HEADS, device)
+
+
+def _agree(
+    backends: Mapping[str, Callable[[], AttentionBackend]],
+    spec: KVCacheSpec,
+    num_heads: int,
+    device: torch.device,
+    heads: str = "",
+) -> list[Check]:
     checks = []
     for name, chunks in TRIALS.items():
-        trial = AttentionTrial(_spec(), _NUM_HEADS, chunks, device)
-        reference = trial.prepared(SdpaBackend())().float()
+        trial = AttentionTrial(spec, num_heads, chunks, device)
+        reference = trial.prepared(SdpaBackend())()[..., : spec.value_dim].float()
         for backend, make in backends.items():
             if backend != "sdpa":
-                largest = float((trial.prepared(make())().float() - reference).abs().max())
-                checks.append(
-                    Check(f"{backend} against sdpa: {name}", largest <= 2e-2, f"{largest:.2g} at most; 0.02 passes")
-                )
+                found = trial.prepared(make())()[..., : spec.value_dim].float()
+                largest = float((found - reference).abs().max())
+                told = f"{largest:.2g} at most; 0.02 passes"
+                checks.append(Check(f"{backend} against sdpa: {name}{heads}", largest <= 2e-2, told))
     return checks
+
+
+# Heads of models with latent attention: their number, and the elements of a latent. Rotary keys have 64 elements.
+LATENTS = {"Mistral Small 4": (32, 256), "Kimi K2.5": (64, 512)}
+_ROTARY_DIM = 64
+
+
+def latent_cells(
+    backends: Mapping[str, Callable[[], AttentionBackend]], device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Check | dict[str, Any]]:
+    """Yields checks of attention over latents, and its median seconds of each backend by model and trial.
+
+    flash-attn has no heads of these sizes.
+    """
+    made = {name: make for name, make in backends.items() if name != "flash-attn"}
+    for model, (num_heads, value_dim) in LATENTS.items():
+        spec = KVCacheSpec(1, 1, value_dim + _ROTARY_DIM, dtype, 16, value_dim=value_dim)
+        yield from _agree(made, spec, num_heads, device, heads=f", heads of {model}")
+        for name, chunks in TRIALS.items():
+            trial = AttentionTrial(spec, num_heads, chunks, device)
+            for backend, make in made.items():
+                seconds = statistics.median(seconds_of(trial.prepared(make()), device))
+                yield {"model": model, "step": name, "backend": backend, "attention_s": seconds}
 
 
 def rounded_agrees(make: Callable[[], AttentionBackend], device: torch.device) -> list[Check]:

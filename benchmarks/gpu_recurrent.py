@@ -25,17 +25,16 @@ _CALLS = 20
 def recurrent_cells(
     device: torch.device, hidden_size: int = 1024, *, dtype: torch.dtype = _DTYPE, num_calls: int = _CALLS
 ) -> Iterator[Check | dict[str, Any]]:
-    """Yields a check of each kind of layer with kernels, and the times of steps with them and with PyTorch's operators.
+    """Yields a check of each kind of layer, and the times of steps with kernels and with PyTorch's operators.
 
     Raises ImportError without Triton.
     """
-    from decoder_svc.runner.cuda.triton_recurrent import TritonConvolutionStep, TritonDeltaStep
+    from decoder_svc.runner.cuda.triton_recurrent import TritonConvolutionStep, TritonDeltaStep, TritonScanStep
 
-    kernels = RecurrentKernels(TritonDeltaStep(), TritonConvolutionStep())
+    kernels = RecurrentKernels(TritonDeltaStep(), TritonConvolutionStep(), TritonScanStep())
     for name, text_model in one_layer_models(hidden_size).items():
         move(text_model, device, dtype)
-        if not has_kernel(text_model, dtype, kernels):
-            continue
+        assert has_kernel(text_model, dtype, kernels), f"no kernel computes the layer: {name}"
         with torch.inference_mode():
             reason = wrong_kernel_reason(text_model, dtype, kernels, device)
             yield Check(f"kernels against PyTorch's operators: {name}", reason is None, reason or "equal")

@@ -20,8 +20,8 @@ def section(figures: Mapping[str, Any]) -> str:
     ]
     for rows, write in (
         ("checks", _checks), ("decode", _decode), ("mixed", _mixed), ("prefill", _prefill),
-        ("products", _products), ("recurrent", _recurrent), ("attention_s", _attention), ("encoder", _encoder),
-        ("service", _service), ("peer", _peer),
+        ("products", _products), ("recurrent", _recurrent), ("latents", _latents),
+        ("attention_s", _attention), ("encoder", _encoder), ("service", _service), ("peer", _peer),
     ):  # fmt: skip
         if figures.get(rows):
             parts += write(figures[rows])
@@ -103,6 +103,15 @@ def _recurrent(rows: _Rows) -> list[str]:
     ]  # fmt: skip
     head = ["layer", "sequences", "tokens of each", "kernels, µs", "operators, µs", "operators ÷ kernels"]
     return ["One recurrent layer with 1,024 hidden elements, with kernels and without:", report.table(head, table)]
+
+
+def _latents(rows: _Rows) -> list[str]:
+    seconds = {(row["model"], row["step"], row["backend"]): row["attention_s"] for row in rows}
+    steps = dict.fromkeys((model, step) for model, step, _ in seconds)
+    backends = [*dict.fromkeys(backend for *_, backend in seconds)]
+    table = [[*step, *(f"{1e6 * seconds[(*step, backend)]:.0f}" for backend in backends)] for step in steps]
+    head = ["heads of", "step", *backends]
+    return ["Attention of one layer over latents, µs by backend:", report.table(head, table)]
 
 
 def _attention(rows: _Rows) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,13 @@ from decoder_svc.runner.cuda.paged_backend import LayerPools, PagedBackend
 from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduling.scheduler_output import (
+    AdmittedRequest,
+    SampledToken,
+    ScheduledChunk,
+    SchedulerOutput,
+    StateUse,
+)
 
 # Number of alternatives compared per token.
 _NUM_LOGPROBS = 5
@@ -102,7 +109,7 @@ class StepDriver:
             SchedulerOutput(admitted, self._prompt_chunks(names, prompt_tokens, num_cached, num_steps), (), (), ())
         ]
         for step in range(num_steps):
-            chunks = tuple(_chunk(name, prompt_tokens + step, 1) for name in names)
+            chunks = tuple(self._chunk(slot, name, prompt_tokens + step, 1) for slot, name in enumerate(names))
             outputs.append(SchedulerOutput((), chunks, (), (), ()))
         found, seconds = self._steps(outputs)
         self.runner.execute_model(SchedulerOutput((), (), tuple(names), (), ()))
@@ -122,7 +129,7 @@ class StepDriver:
             arrived = self._admitted(1, context + chunk_tokens, SamplingParams(max_tokens=2))
             new = [each.request_id for each in arrived]
             chunks = (
-                *(_chunk(name, context + 1 + step, 1) for name in names),
+                *(self._chunk(slot, name, context + 1 + step, 1) for slot, name in enumerate(names)),
                 *self._prompt_chunks(new, context + chunk_tokens, context, 1, first_index=batch),
             )
             outputs.append(SchedulerOutput(arrived, chunks, last, (), ()))
@@ -184,14 +191,18 @@ class StepDriver:
         """Chunks with the rest of each prompt, and the blocks for everything up to the last token."""
         num_blocks = -(-(prompt_tokens + num_steps) // self._block_size)
         starts = [(first_index + index) * self._blocks_each for index in range(len(names))]
+        blocks = [tuple(range(start, start + num_blocks)) for start in starts]
         return tuple(
-            _chunk(name, num_cached, prompt_tokens - num_cached, tuple(range(start, start + num_blocks)))
-            for name, start in zip(names, starts, strict=True)
+            self._chunk(first_index + index, name, num_cached, prompt_tokens - num_cached, blocks[index])
+            for index, name in enumerate(names)
         )
 
-
-def _chunk(name: RequestId, start: int, num_tokens: int, blocks: tuple[int, ...] = ()) -> ScheduledChunk:
-    return ScheduledChunk(name, start, num_tokens, 0, 0, blocks, samples=True)
+    def _chunk(
+        self, slot: int, name: RequestId, start: int, num_tokens: int, blocks: tuple[int, ...] = ()
+    ) -> ScheduledChunk:
+        """Returns a chunk of the request with this number, which is also that of its state in recurrent layers."""
+        states = None if self.runner.recurrent is None else StateUse(slot, None, ())
+        return ScheduledChunk(name, start, num_tokens, 0, 0, blocks, samples=True, states=states)
 
 
 def median_and_spread(seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -209,14 +220,16 @@ def _answer(tokens: Sequence[SampledToken]) -> Answer:
 def largest_difference(one: Sequence[Answer], other: Sequence[Answer]) -> tuple[float, int]:
     """Returns the largest distance between log probabilities that both have, and the number of positions compared.
 
-    Positions after the first differing token have another context and are not compared.
+    Positions after the first differing token have another context and are not compared. The distance is infinite where
+    none of the likeliest tokens is the same.
     """
     largest, num_places = 0.0, 0
     for first, second in zip(one, other, strict=True):
         places = zip(first.token_ids, second.token_ids, first.logprobs, second.logprobs, strict=True)
         for id_a, id_b, logprobs_a, logprobs_b in places:
             shared = logprobs_a.keys() & logprobs_b.keys()
-            largest = max([largest, *(abs(logprobs_a[each] - logprobs_b[each]) for each in shared)])
+            distances = [abs(logprobs_a[each] - logprobs_b[each]) for each in shared]
+            largest = max([largest, *(distances or [math.inf])])
             num_places += 1
             if id_a != id_b:
                 break

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from benchmarks.gpu_service import service_cells
 from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, fill, largest_difference
 from benchmarks.gpu_vllm import vllm_cells
 from benchmarks.peer import PeerInstall
-from decoder_svc.runner.attention import SdpaBackend
+from decoder_svc.runner.attention import AttentionBackend, SdpaBackend
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.paged_backend import LayerPools
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
+from tests.tiny_families import FAMILIES
 from tests.tiny_models import build_llava_clip
 
 CPU = torch.device("cpu")
@@ -33,6 +36,22 @@ class AheadRunner(RecordingRunner):
     """Launches steps ahead, as a GPU does."""
 
     overlaps_steps = True
+
+
+class RecurrentRunner(RecordingRunner):
+    """Computes recurrent layers with PyTorch's operators."""
+
+    serves_recurrent_layers = True
+
+
+class ForgetfulRunner(RecurrentRunner):
+    """Loses the states of recurrent layers behind each step."""
+
+    def execute_model(self, scheduled: SchedulerOutput) -> list[SampledToken]:
+        tokens = super().execute_model(scheduled)
+        assert self.recurrent is not None
+        self.recurrent.allocate(self.recurrent.sizes, self.device)
+        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +142,7 @@ def test_every_stage_leaves_figures_that_make_a_section(
         "| tiny | 1 | 16 |",
         "56 × 56",
         "| tiny | 2 | known |",
+        "| Kimi K2.5 | decode |",
         "not asked",
         "vLLM 0.0 on the same device",
         "| tiny | 32 | 2 |",
@@ -138,6 +158,15 @@ def test_a_right_runner_passes_and_a_wrong_one_does_not(folder: pathlib.Path, mo
     right = TensorBackend.attend_paged
     monkeypatch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.5)
     assert not any(check.passed for check in gpu_checks.parity(folder, RecordingRunner, prompt_tokens=20))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_answers_of_models_with_recurrent_layers_are_compared(name: str, tmp_path: pathlib.Path) -> None:
+    folder = FAMILIES[name].build(tmp_path)
+    checks = gpu_checks.parity(folder, RecurrentRunner, prompt_tokens=20)
+    assert all(check.passed for check in checks), checks
+    in_float32 = gpu_checks.parity(folder, ForgetfulRunner, prompt_tokens=20)[:2]
+    assert not any(check.passed for check in in_float32), in_float32
 
 
 def test_answers_with_keys_of_8_bits_are_compared(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +218,13 @@ def test_recurrent_layers_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu_recurrent, "_STEPS", ((2, 1), (1, 3)))
     cells = [*gpu_recurrent.recurrent_cells(CPU, 64, dtype=torch.float32, num_calls=1)]
     checks = [cell for cell in cells if isinstance(cell, gpu_checks.Check)]
-    assert [check.passed for check in checks] == [True] * 2, checks
+    assert [check.passed for check in checks] == [True] * 3, checks
     timed = [cell for cell in cells if isinstance(cell, dict)]
-    assert [(cell["sequences"], cell["tokens"]) for cell in timed] == [(2, 1), (1, 3)] * 2
+    assert [(cell["sequences"], cell["tokens"]) for cell in timed] == [(2, 1), (1, 3)] * 3
     assert all(cell["kernels_s"] > 0 and cell["operators_s"] > 0 for cell in timed)
-    assert "| short convolution | 1 | 3 |" in section({"device": "a device", "torch": "2", "recurrent": timed})
+    text = section({"device": "a device", "torch": "2", "recurrent": timed})
+    assert "| short convolution | 1 | 3 |" in text
+    assert "| Mamba2 | 2 | 1 |" in text
     right = triton_recurrent.convolve
     monkeypatch.setattr(triton_recurrent, "convolve", lambda *args, **options: right(*args, **options) * 1.05)
     cells = [*gpu_recurrent.recurrent_cells(CPU, 64, dtype=torch.float32, num_calls=1)]
@@ -210,12 +241,35 @@ def test_pools_are_filled_with_numbers_or_with_codes_and_scales() -> None:
     assert all(bool((each == 1 / 64).all()) for each in scales)
 
 
+def test_attention_over_latents_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoder_svc.runner.cuda.interpreted_triton import interpreted
+
+    monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)], "chunks": [(3, 10), (0, 1)]})
+    monkeypatch.setattr(gpu_checks, "LATENTS", {"a model": (4, 32)})
+    backends: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend, "triton": interpreted}
+    cells = [*gpu_checks.latent_cells(backends, CPU, torch.float32)]
+    checks = [cell for cell in cells if isinstance(cell, gpu_checks.Check)]
+    assert [check.name for check in checks] == [
+        f"triton against sdpa: {step}, heads of a model" for step in ("decode", "chunks")
+    ]
+    assert all(check.passed for check in checks), checks
+    timed = [cell for cell in cells if isinstance(cell, dict)]
+    assert all(cell["attention_s"] > 0 for cell in timed)
+    text = section({"device": "a device", "torch": "2", "latents": timed})
+    assert "| heads of | step | sdpa | triton |" in text
+    assert "| a model | chunks |" in text
+
+
 def test_backends_are_compared_with_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "TRIALS", {"decode": [(20, 1)], "chunks": [(3, 10), (0, 1)]})
     backends = {"sdpa": SdpaBackend, "tensor": TensorBackend}
     checks = gpu_checks.backends_agree(backends, CPU)
     assert [check.name for check in checks] == ["tensor against sdpa: decode", "tensor against sdpa: chunks"]
     assert all(check.passed for check in checks)
+    right = TensorBackend.attend_paged
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorBackend, "attend_paged", lambda *args, **options: right(*args, **options) * 1.1)
+        assert not any(check.passed for check in gpu_checks.backends_agree(backends, CPU))
     seconds = gpu_checks.attention_seconds(backends, CPU)
     assert {(name, backend) for name, of_trial in seconds.items() for backend in of_trial} == {
         (name, backend) for name in ("decode", "chunks") for backend in backends
@@ -303,6 +357,8 @@ def test_differences_count_up_to_where_answers_part() -> None:
     largest, num_places = largest_difference(one, other)
     assert num_places == 2
     assert largest == pytest.approx(0.1)
+    others = [Answer((7, 8, 9), ({7: -0.2}, {8: -0.4}, {9: -9.0}))]
+    assert largest_difference(one, others) == (math.inf, 1)
 
 
 def test_limits_are_measured_on_any_device() -> None:

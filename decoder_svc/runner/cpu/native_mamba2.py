@@ -37,9 +37,9 @@ class NativeScanStep:
         self._library = library
         self._num_threads = num_threads
 
-    def can_compute(self, head_dim: int, state_size: int, dtype: torch.dtype) -> bool:
-        """Whether there is a kernel for heads of this size, and inputs of this type."""
-        return head_dim % LANES == 0 and state_size > 0 and dtype in DTYPE_NAMES
+    def can_compute(self, head_dim: int, state_size: int, kernel_size: int, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel for heads of this size, and inputs of this type. Filters have any size."""
+        return head_dim % LANES == 0 and state_size > 0 and kernel_size > 0 and dtype in DTYPE_NAMES
 
     def __call__(
         self, mixed: Tensor, time_steps: Tensor, gates: Tensor, pool: StatePool, weights: ScanWeights, step: StateStep

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # The same where keys and values are rounded to 8 bits.
 _ROUNDED_TOLERANCE = 0.15
-# Our kernel pads heads to a power of two, and keeps the sums of all rows of a program in registers.
-_MAX_TRITON_HEAD_DIM = 512
+# Our kernel pads heads to a power of two, and keeps the sums of all rows of a program in registers. Where values are
+# parts of keys, these are the sums of values, and the rest of a key is apart.
+_MAX_TRITON_HEAD_DIM, _MAX_TRITON_REST = 512, 64
 # (cached tokens, new tokens) per sequence in the trial steps: one step with a chunk, one with single tokens only, and
 # one without cached tokens.
 _TRIAL_CHUNKS = ((5, 20), (40, 1), (0, 1))
@@ -57,6 +58,8 @@ class AttentionNeeds:
     shared_bytes: int
     # Whether keys and values are rounded in the pools.
     is_rounded: bool = False
+    # Values are the first elements of keys, so many of them; None: they are apart.
+    value_dim: int | None = None
 
 
 class _UnfitError(Exception):
@@ -109,8 +112,12 @@ def _triton(needs: AttentionNeeds) -> PagedBackend:
         module = importlib.import_module("decoder_svc.runner.cuda.triton_attention")
     except ImportError as error:
         raise _UnfitError(f"Triton cannot be imported ({error})") from error
-    if needs.head_dim > _MAX_TRITON_HEAD_DIM:
-        raise _UnfitError(f"our kernel takes heads of at most {_MAX_TRITON_HEAD_DIM} elements, not {needs.head_dim}")
+    value_dim = needs.value_dim or needs.head_dim
+    if value_dim > _MAX_TRITON_HEAD_DIM:
+        raise _UnfitError(f"our kernel takes heads of at most {_MAX_TRITON_HEAD_DIM} elements, not {value_dim}")
+    if needs.head_dim - value_dim > _MAX_TRITON_REST:
+        rest = needs.head_dim - value_dim
+        raise _UnfitError(f"our kernel takes at most {_MAX_TRITON_REST} elements beside a latent, not {rest}")
     backend: PagedBackend = module.TritonBackend(needs.num_processors, needs.shared_bytes)
     return backend
 
@@ -140,7 +147,8 @@ def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tupl
         dtype=needs.dtype,
         block_size=needs.block_size,
         is_rounded=needs.is_rounded,
+        value_dim=needs.value_dim,
     )
     trial = AttentionTrial(spec, needs.num_heads, chunks, needs.device)
-    one, other = (trial.prepared(each)().float() for each in (SdpaBackend(), backend))
+    one, other = (trial.prepared(each)()[..., : needs.value_dim].float() for each in (SdpaBackend(), backend))
     return float((one - other).abs().max())

@@ -46,8 +46,10 @@ class PagedBackend(SdpaBackend):
         return self.attend_paged(layer, query, group, step, options)
 
     def _write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        for pool, new in zip(self._pools[layer], (key, value), strict=True):
-            pool.flatten(0, 1).index_copy_(0, slots, new)
+        key_pool, value_pool = self._pools[layer]
+        key_pool.flatten(0, 1).index_copy_(0, slots, key)
+        if value_pool is not key_pool:
+            value_pool.flatten(0, 1).index_copy_(0, slots, value)
 
     def share_pools(self, other: PagedBackend) -> None:
         """Uses the pools of another backend, to attend over keys and values that it writes."""

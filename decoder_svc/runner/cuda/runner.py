@@ -94,6 +94,7 @@ class GPUModelRunner(ModelRunnerBase):
             num_processors=num_processors,
             shared_bytes=self.properties.shared_memory_per_block_optin,
             is_rounded=self.config.rounds_kv_cache,
+            value_dim=largest.value_dim,
         )
         self.backend = cuda_attention(needs)
         if self.adapters is not None:
@@ -122,7 +123,9 @@ class GPUModelRunner(ModelRunnerBase):
         except ImportError as error:
             reason: str | None = f"Triton cannot be imported ({error})"
         else:
-            kernels = RecurrentKernels(triton.TritonDeltaStep(), triton.TritonConvolutionStep())
+            kernels = RecurrentKernels(
+                triton.TritonDeltaStep(), triton.TritonConvolutionStep(), triton.TritonScanStep()
+            )
             reason = wrong_kernel_reason(text_model, self.model.dtype, kernels, self.device)
         if reason is None:
             return kernels

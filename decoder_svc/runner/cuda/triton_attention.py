@@ -1,9 +1,9 @@
-"""Paged attention in Triton: single tokens and chunks, windows, soft caps and mutual spans.
+"""Paged attention in Triton: single tokens and chunks, windows, soft caps, mutual spans and latents.
 
 A piece of work is a tile of one sequence's new tokens and the query heads of one key head, as rows of one matrix, and a
-part of the keys that any row sees. A program walks over these keys in place, with a running maximum and sum
-(FlashAttention-2, arXiv:2307.08691). The parts of long sequences are joined (Flash-Decoding). The device computes their
-number (`triton_splits.py`). Nothing is read on the host, so a step can be recorded as a graph.
+part of the keys that any row sees. A program walks over these keys in place (`triton_walks.py`). The parts of long
+sequences are joined (Flash-Decoding). The device computes their number (`triton_splits.py`). Nothing is read on the
+host, so a step can be recorded as a graph.
 
 The bits of a sequence's result depend on its own queries, keys, values and lengths, on the number of sequences with new
 tokens in the step, and on whether the step has prompt chunks and many tokens. They do not depend on other sequences'
@@ -38,6 +38,7 @@ from decoder_svc.runner.cuda.triton_splits import (
     split_grid,
     starts_of,
 )
+from decoder_svc.runner.cuda.triton_walks import walk, walk_latents, walk_rounded
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
@@ -52,6 +53,10 @@ _TILE_BYTES = 16 << 10
 _OTHER_BYTES = 8 << 10
 # 1, and the most tiles of keys and values that are loaded ahead; of 8 bits, tiles have twice as many keys.
 _MAX_STAGES, _MAX_ROUNDED_STAGES = 3, 2
+# Rows and keys of a program over latents; the first that fit are taken. An H100 multiplies 64 rows asynchronously.
+_LATENT_TILES = ((64, 64), (32, 32), (16, 32), (16, 16))
+# Numbers of a program's sums from which on its rows are divided among eight warps instead of four.
+_WIDE_SUMS = 64 * 256
 # Shared memory of a program on devices of compute capability 8.6 and 8.9; others have more.
 LEAST_SHARED_BYTES = 99 << 10
 
@@ -85,129 +90,23 @@ def _part(begin, end, part, num_parts, NUM_KEYS: tl.constexpr):
     return begin, tl.minimum(end, begin + part_len)
 
 
-@triton.jit
-def _blocks_at(table, slot, end, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Returns the block of each slot of a tile; 0 from `end` on."""
-    slots = slot + tl.arange(0, NUM_KEYS)
-    return tl.load(table + slots // BLOCK_SIZE, mask=slots < end, other=0).to(tl.int64)
-
-
-@triton.jit
-def _weighed(scores, key, is_key, start, stop, largest, total, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Returns the weights of one tile of keys, the factor of the sums so far, the sum of weights and the maximum."""
-    if HAS_SOFTCAP:
-        # softcap · tanh(score / softcap), written with exp(-2|x|), which cannot overflow.
-        power = tl.exp(-2 * tl.abs(scores) / softcap)
-        scores = softcap * tl.where(scores < 0, power - 1, 1 - power) / (1 + power)
-    is_seen = is_key[None, :] & (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-    scores = tl.where(is_seen, scores, float("-inf"))
-    larger = tl.maximum(largest, tl.max(scores, 1))
-    # A row that has seen nothing yet has no maximum to subtract.
-    shift = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = tl.exp(scores - shift[:, None])
-    kept = tl.exp(largest - shift)
-    return weights, kept, total * kept + tl.sum(weights, 1), larger
-
-
-@triton.jit
-def _walk(
-    queries, start, stop, begin, end, first_key, keys, values, table, scale, softcap,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Walks over the keys [begin, end) of one head.
-
-    Returns per row the weighted sum of values, the sum of weights and the maximum score, to which both are relative.
-    """
-    dims = tl.arange(0, PADDED_DIM)
-    largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
-    total = tl.full([NUM_ROWS], 0.0, tl.float32)
-    sums = tl.full([NUM_ROWS, PADDED_DIM], 0.0, tl.float32)
-    # The blocks of a tile are looked up one tile earlier, so that its keys and values can be loaded ahead.
-    block = _blocks_at(table, begin - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
-    for first in range(begin, end, NUM_KEYS):
-        key = first + tl.arange(0, NUM_KEYS)
-        is_key = key < end
-        slot_place = (block * BLOCK_SIZE + (key - first_key) % BLOCK_SIZE) * NUM_KV_HEADS
-        place = (slot_place * HEAD_DIM)[:, None] + dims[None, :]
-        block = _blocks_at(table, first + NUM_KEYS - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
-        is_value = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        tile = tl.load(keys + place, mask=is_value, other=0.0)
-        scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
-        weights, kept, total, largest = _weighed(scores, key, is_key, start, stop, largest, total, softcap, HAS_SOFTCAP)
-        tile = tl.load(values + place, mask=is_value, other=0.0)
-        sums = sums * kept[:, None] + tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
-    return sums, total, largest
-
-
-@triton.jit
-def _number_of(code, dtype):
-    """Returns a code from its lowest 8 bits, to which 128 was added.
-
-    They become the last bits of a float32 number between 2²³ and 2²⁴. Conversions of integers take four times as long.
-    """
-    return (((code & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
-
-
-@triton.jit
-def _halves(pairs, dtype):
-    """Returns the codes of even and of odd dimensions, of which `pairs` holds two in each number of 16 bits."""
-    codes = pairs.to(tl.int32) ^ 0x8080
-    return _number_of(codes, dtype), _number_of(codes >> 8, dtype)
-
-
-@triton.jit
-def _walk_rounded(
-    even_queries, odd_queries, start, stop, begin, end, first_key, keys, values, key_scales, value_scales, table,
-    scale, softcap,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Does what `_walk` does with keys and values of 8 bits.
-
-    Two codes are read as one number of 16 bits, which the matrix units' loads of transposed values can handle. Those of
-    single bytes take longer than reading twice as many bytes from the device's memory.
-    """
-    half_dim: tl.constexpr = HEAD_DIM // 2
-    padded_half: tl.constexpr = PADDED_DIM // 2
-    pairs = tl.arange(0, padded_half)
-    largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
-    total = tl.full([NUM_ROWS], 0.0, tl.float32)
-    even_sums = tl.full([NUM_ROWS, padded_half], 0.0, tl.float32)
-    odd_sums = tl.full([NUM_ROWS, padded_half], 0.0, tl.float32)
-    block = _blocks_at(table, begin - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
-    for first in range(begin, end, NUM_KEYS):
-        key = first + tl.arange(0, NUM_KEYS)
-        is_key = key < end
-        slot_place = (block * BLOCK_SIZE + (key - first_key) % BLOCK_SIZE) * NUM_KV_HEADS
-        place = (slot_place * half_dim)[:, None] + pairs[None, :]
-        block = _blocks_at(table, first + NUM_KEYS - first_key, end - first_key, NUM_KEYS, BLOCK_SIZE)
-        is_value = is_key[:, None] & (pairs < half_dim)[None, :]
-        even, odd = _halves(tl.load(keys + place, mask=is_value, other=0), even_queries.dtype)
-        scores = tl.dot(even_queries, tl.trans(even), input_precision="ieee")
-        scores = tl.dot(odd_queries, tl.trans(odd), scores, input_precision="ieee") * scale
-        scores = scores * tl.load(key_scales + slot_place, mask=is_key, other=0.0)[None, :]
-        weights, kept, total, largest = _weighed(scores, key, is_key, start, stop, largest, total, softcap, HAS_SOFTCAP)
-        even, odd = _halves(tl.load(values + place, mask=is_value, other=0), even_queries.dtype)
-        weights = weights * tl.load(value_scales + slot_place, mask=is_key, other=0.0)[None, :]
-        weights = weights.to(even.dtype)
-        even_sums = even_sums * kept[:, None] + tl.dot(weights, even, input_precision="ieee")
-        odd_sums = odd_sums * kept[:, None] + tl.dot(weights, odd, input_precision="ieee")
-    return tl.reshape(tl.join(even_sums, odd_sums), [NUM_ROWS, PADDED_DIM]), total, largest
-
-
 # These numbers differ between steps. A variant for 1 and for multiples of 16 would be compiled while serving.
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "window", "wanted_each"])
 def _attend(
     query, keys, values, key_scales, value_scales, output, partial_sums, partial_stats,
     block_table, first_keys, query_starts, kv_lens, mutual_starts, mutual_stops,
     table_stride, num_sequences, wanted_each, scale, softcap, window,
-    NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, PADDED_SEQUENCES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PADDED_ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_ROWS: tl.constexpr,
+    NUM_KEYS: tl.constexpr, PADDED_SEQUENCES: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Computes every n-th piece of work. All tensors but the block table are contiguous."""
+    """Computes every n-th piece of work. All tensors but the block table are contiguous.
+
+    Where VALUE_DIM is less than HEAD_DIM, values are parts of keys, all heads share one key head, and NUM_KV_HEADS is
+    the number of groups that heads are divided into.
+    """
     tokens_each: tl.constexpr = NUM_ROWS // NUM_GROUPS
     num_heads: tl.constexpr = NUM_KV_HEADS * NUM_GROUPS
     all_new, all_tiles, all_parts = divided(
@@ -240,24 +139,33 @@ def _attend(
         end = tl.max(tl.where(is_row, stop, 0), 0)
         begin, end = _part(begin, end, own_piece % num_parts, num_parts, NUM_KEYS)
 
-        is_stored = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-        place = ((flat_token * num_heads + head) * HEAD_DIM)[:, None] + dims[None, :]
+        is_stored = is_row[:, None] & (dims < VALUE_DIM)[None, :]
+        place = ((flat_token * num_heads + head) * VALUE_DIM)[:, None] + dims[None, :]
+        own_query = query + ((flat_token * num_heads + head) * HEAD_DIM)[:, None]
         own_table = block_table + sequence.to(tl.int64) * table_stride
         if IS_ROUNDED:
             half_dim: tl.constexpr = HEAD_DIM // 2
             pairs = tl.arange(0, PADDED_DIM // 2)
-            first_place = ((flat_token * num_heads + head) * HEAD_DIM)[:, None] + 2 * pairs[None, :]
             is_pair = is_row[:, None] & (pairs < half_dim)[None, :]
-            sums, total, largest = _walk_rounded(
-                tl.load(query + first_place, mask=is_pair, other=0.0),
-                tl.load(query + first_place + 1, mask=is_pair, other=0.0),
+            sums, total, largest = walk_rounded(
+                tl.load(own_query + 2 * pairs[None, :], mask=is_pair, other=0.0),
+                tl.load(own_query + 2 * pairs[None, :] + 1, mask=is_pair, other=0.0),
                 start, stop, begin, end, first_key, keys + kv_head * half_dim, values + kv_head * half_dim,
                 key_scales + kv_head, value_scales + kv_head, own_table, scale, softcap,
                 NUM_ROWS, NUM_KEYS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
             )  # fmt: skip
+        elif VALUE_DIM < HEAD_DIM:
+            rotary_dims = tl.arange(0, PADDED_ROTARY)
+            is_rotary = is_row[:, None] & (rotary_dims < HEAD_DIM - VALUE_DIM)[None, :]
+            sums, total, largest = walk_latents(
+                tl.load(own_query + dims[None, :], mask=is_stored, other=0.0),
+                tl.load(own_query + VALUE_DIM + rotary_dims[None, :], mask=is_rotary, other=0.0),
+                start, stop, begin, end, first_key, keys, own_table, scale, softcap,
+                NUM_ROWS, NUM_KEYS, HEAD_DIM, VALUE_DIM, PADDED_DIM, PADDED_ROTARY, BLOCK_SIZE, HAS_SOFTCAP,
+            )  # fmt: skip
         else:
-            queries = tl.load(query + place, mask=is_stored, other=0.0)
-            sums, total, largest = _walk(
+            queries = tl.load(own_query + dims[None, :], mask=is_stored, other=0.0)
+            sums, total, largest = walk(
                 queries, start, stop, begin, end, first_key, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
                 own_table, scale, softcap,
                 NUM_ROWS, NUM_KEYS, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
@@ -291,12 +199,16 @@ class TritonBackend(PagedBackend):
         self._shared_bytes = shared_bytes
         # Scales of keys and of values by layer; empty if the pools are not rounded.
         self._scales: list[tuple[Tensor, Tensor]] = []
+        # Sizes of values that are the first elements of keys, by layer.
+        self._value_dims: dict[int, int] = {}
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
         """Makes pools `[blocks, block_size, kv_heads, head_dim]`; rounded ones are int8, with scales beside them."""
         self._scales = []
+        value_dims = ((layer, spec.heads(layer).value_dim) for layer in range(spec.num_layers))
+        self._value_dims = {layer: size for layer, size in value_dims if size is not None}
         pools = super().allocate(
             replace(spec, dtype=torch.int8) if spec.is_rounded else spec, num_blocks, num_sliding_blocks, device
         )
@@ -311,7 +223,7 @@ class TritonBackend(PagedBackend):
     def share_pools(self, other: PagedBackend) -> None:
         """Uses the pools of another backend, which are not rounded."""
         super().share_pools(other)
-        self._scales = []
+        self._scales, self._value_dims = [], {}
 
     def _write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         if self._scales:
@@ -325,13 +237,19 @@ class TritonBackend(PagedBackend):
         """Implements PagedBackend.attend_paged: one kernel, and a second one to join parts."""
         pools = self.pools_of(layer)
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads = pools.keys.shape[2]
-        num_groups = num_heads // num_kv_heads
-        padded_dim = max(2 * _MIN_TILE if pools.is_rounded else _MIN_TILE, triton.next_power_of_2(head_dim))
+        value_dim = self._value_dims.get(layer, head_dim)
+        padded_dim = max(2 * _MIN_TILE if pools.is_rounded else _MIN_TILE, triton.next_power_of_2(value_dim))
+        padded_rotary = max(_MIN_TILE, triton.next_power_of_2(head_dim - value_dim)) if value_dim < head_dim else 0
         num_counted = 1 if step.max_query_len == 1 else num_tokens
-        key_bytes = padded_dim * query.element_size()
-        tile = tile_of(key_bytes, num_groups, num_counted, self._shared_bytes, is_rounded=pools.is_rounded)
-        num_rows = tile.num_rows
+        if padded_rotary:
+            assert pools.keys.shape[2] == 1, "heads share one latent"
+            sizes = padded_dim, padded_rotary, query.element_size()
+            tile = latent_tile_of(*sizes, num_heads, num_counted, self._shared_bytes)
+            num_groups = next(each for each in range(tile.num_rows, 0, -1) if num_heads % each == 0)
+        else:
+            key_bytes, num_groups = padded_dim * query.element_size(), num_heads // pools.keys.shape[2]
+            tile = tile_of(key_bytes, num_groups, num_counted, self._shared_bytes, is_rounded=pools.is_rounded)
+        num_kv_heads, num_rows = num_heads // num_groups, tile.num_rows
         num_sequences = len(step.kv_lens)
         shape = StepShape(
             num_tokens,
@@ -343,14 +261,14 @@ class TritonBackend(PagedBackend):
         )
         grid = split_grid(shape, self._num_processors)
         query = query.contiguous()
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = torch.empty((num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device)
         sums, stats = (
             torch.empty(grid.num_partials * num_heads * size, dtype=torch.float32, device=query.device)
             for size in (padded_dim, 2)
         )
         lengths = (step.query_starts, step.kv_lens, group.first_keys)
         shared = {
-            "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "PADDED_SEQUENCES": grid.padded_sequences,
+            "PADDED_DIM": padded_dim, "PADDED_SEQUENCES": grid.padded_sequences,
             "HAS_WINDOW": options.window is not None,
         }  # fmt: skip
         window = 0 if options.window is None else options.window.size
@@ -361,16 +279,17 @@ class TritonBackend(PagedBackend):
             step.kv_lens if mutual is None else mutual.starts, step.kv_lens if mutual is None else mutual.stops,
             group.block_table.stride(0), num_sequences, grid.wanted_each,
             options.scale, options.softcap or 0.0, window,
-            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=pools.keys.shape[1],
+            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+            PADDED_ROTARY=padded_rotary, BLOCK_SIZE=pools.keys.shape[1],
             NUM_ROWS=num_rows, NUM_KEYS=tile.num_keys, HAS_SOFTCAP=options.softcap is not None,
             IS_CHUNKED=options.window is not None and options.window.is_chunked,
             HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
-            IS_ROUNDED=pools.is_rounded, num_stages=tile.num_stages, **shared,
+            IS_ROUNDED=pools.is_rounded, num_stages=tile.num_stages, num_warps=tile.num_warps, **shared,
         )  # fmt: skip
         if grid.num_joining:
             join[(grid.num_joining,)](
                 sums, stats, output, *lengths, num_sequences, window, grid.wanted_each,
-                NUM_HEADS=num_heads, TOKENS_EACH=num_rows // num_groups, **shared,
+                NUM_HEADS=num_heads, HEAD_DIM=value_dim, TOKENS_EACH=num_rows // num_groups, **shared,
             )  # fmt: skip
         return output
 
@@ -389,6 +308,7 @@ class Tile:
     num_keys: int
     # 1, and the number of tiles of keys and values that are loaded ahead.
     num_stages: int
+    num_warps: int = 4
 
 
 def tile_of(key_bytes: int, num_groups: int, num_tokens: int, shared_bytes: int, *, is_rounded: bool = False) -> Tile:
@@ -407,3 +327,31 @@ def tile_of(key_bytes: int, num_groups: int, num_tokens: int, shared_bytes: int,
     left = shared_bytes - 3 * rows * key_bytes - _OTHER_BYTES
     most = _MAX_ROUNDED_STAGES if is_rounded else _MAX_STAGES
     return Tile(rows, keys, num_stages=min(most, max(1, left // (2 * keys * stored_bytes)) + 1))
+
+
+def latent_tile_of(
+    padded_dim: int, padded_rotary: int, element_size: int, num_heads: int, num_tokens: int, shared_bytes: int
+) -> Tile:
+    """Returns a tile of latents that fits into the shared memory of a program.
+
+    Sizes are those of a latent and of a rotary key, and the bytes of an element. `num_tokens` is that of `tile_of`.
+    Rows are at most 64, so that the sums of latents of 512 numbers fit into registers. In float32, whose products do
+    not run on matrix units, more than 16 rows and keys do not fit.
+    """
+    key_bytes = (padded_dim + padded_rotary) * element_size
+    most_rows = _CHUNK_ROWS if num_tokens > MAX_NARROW_TOKENS else max(_MIN_TILE, triton.next_power_of_2(num_heads))
+    for rows, keys in _LATENT_TILES[:-1] if element_size == 2 else ():
+        num_tiles = _latent_tiles(rows, keys, key_bytes, shared_bytes)
+        # Two: one is loaded while the other one is multiplied.
+        if rows <= most_rows and num_tiles >= 2:
+            num_warps = 8 if rows * padded_dim >= _WIDE_SUMS else 4
+            # Asynchronous products read a tile until the next one's products begin.
+            num_stages = num_tiles if rows == _CHUNK_ROWS else num_tiles + 1
+            return Tile(rows, keys, min(_MAX_STAGES, num_stages), num_warps)
+    rows, keys = _LATENT_TILES[-1]
+    return Tile(rows, keys, min(_MAX_STAGES, max(2, _latent_tiles(rows, keys, key_bytes, shared_bytes) + 1)))
+
+
+def _latent_tiles(rows: int, keys: int, key_bytes: int, shared_bytes: int) -> int:
+    """Returns how many tiles of keys fit beside queries."""
+    return (shared_bytes - rows * key_bytes - _OTHER_BYTES) // (keys * key_bytes)

@@ -62,8 +62,8 @@ class ScanWeights:
 class ScanStep(Protocol):
     """A kernel for the new tokens of several sequences."""
 
-    def can_compute(self, head_dim: int, state_size: int, dtype: torch.dtype) -> bool:
-        """Whether it computes heads of this size, from inputs of this type."""
+    def can_compute(self, head_dim: int, state_size: int, kernel_size: int, dtype: torch.dtype) -> bool:
+        """Whether it computes heads of this size behind a convolution of this size, from inputs of this type."""
         ...
 
     def __call__(
@@ -93,7 +93,8 @@ class Mamba2:
         )
         self._weights = ScanWeights.of(module)
         is_known = activation_of(ACT2FN[module.activation]) is Activation.SILU
-        can_compute = kernel is not None and kernel.can_compute(module.head_dim, module.ssm_state_size, dtype)
+        sizes = module.head_dim, module.ssm_state_size, module.conv_kernel_size
+        can_compute = kernel is not None and kernel.can_compute(*sizes, dtype)
         self._kernel = kernel if is_known and can_compute else None
         # Without the kernels of other packages, which transformers would use if they are installed.
         self._chunked: Callable[..., Any] = inspect.unwrap(sys.modules[type(module).__module__].mamba2_chunk_scan)

@@ -1,13 +1,14 @@
 """Compiles our Triton kernels for a GPU that need not be present, in all variants that models and steps lead to.
 
-`python -m tests.decoder_svc.runner.cuda.compiled_triton CAPABILITY=BYTES…` takes the shared memory that a program may
-have for each capability, and prints the largest amount that a variant takes, in bytes.
+`python -m tests.decoder_svc.runner.cuda.compiled_triton PART CAPABILITY=BYTES…` takes the shared memory that a program
+may have for each capability, and prints the largest amount that a variant takes, in bytes. The part is "latents", which
+are attention over latents, or "others".
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import triton
@@ -23,7 +24,7 @@ from decoder_svc.runner.cuda import (
     triton_rounding,
     triton_splits,
 )
-from decoder_svc.runner.cuda.triton_attention import Tile, tile_of
+from decoder_svc.runner.cuda.triton_attention import Tile, latent_tile_of, tile_of
 from encoder_svc.vision import rotary_kernel, varlen_kernel
 from lookonce.model.kernels import triton_rowwise
 from lookonce.model.kernels.quantized_weight import CodeForm
@@ -40,11 +41,40 @@ _VARIANTS = (
     ("fp32", 256, True, False),
     ("fp32", 256, True, True),
 )
+# Latents of Mistral Small 4 and Kimi K2.5: element type, heads, elements of a latent, and whether a step has many
+# tokens. The last one is compiled for the last capability alone.
+_LATENTS = (("bf16", 32, 256, False), ("bf16", 64, 512, True), ("fp32", 64, 512, False))
+_ROTARY_DIM = 64
 
 
 def main() -> None:
-    """Compiles every variant for the last capability given, and those with matrix products for the others, too."""
-    shared_bytes = {int(capability): int(most) for capability, most in (each.split("=") for each in sys.argv[1:])}
+    """Compiles a part for all capabilities."""
+    part, *given = sys.argv[1:]
+    shared_bytes = {int(capability): int(most) for capability, most in (each.split("=") for each in given)}
+    compile_part = {"latents": _compile_latents, "others": _compile_others}[part]
+    compile_part(shared_bytes)
+
+
+def _compile_latents(shared_bytes: Mapping[int, int]) -> None:
+    for capability, available in shared_bytes.items():
+        most = 0
+        is_last = capability == [*shared_bytes][-1]
+        for dtype, num_heads, value_dim, is_chunk in _LATENTS if is_last else _LATENTS[:-1]:
+            size, num_counted = 4 if dtype == "fp32" else 2, 1000 if is_chunk else 1
+            tile = latent_tile_of(value_dim, _ROTARY_DIM, size, num_heads, num_counted, available)
+            source = _latent_source(dtype, num_heads, value_dim, is_chunk, tile)
+            options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            ptx = compiled.asm["ptx"]
+            assert "cubin" in compiled.asm
+            assert "cp.async" in ptx, "no tile is loaded ahead"
+            assert ("wgmma" in ptx) == (capability >= 90 and tile.num_rows == 64), "products of 64 rows"
+            most = max(most, compiled.metadata.shared)
+        print(most)
+
+
+def _compile_others(shared_bytes: Mapping[int, int]) -> None:
+    """Compiles every variant for the last capability, and those with matrix products for the others, too."""
     for capability, available in shared_bytes.items():
         most = 0
         for dtype, head_dim, is_chunk, is_rounded in _VARIANTS:
@@ -86,7 +116,8 @@ def main() -> None:
                 assert ("wgmma" in ptx) == (capability >= 90 and source.signature["inputs"] == "*bf16")
             most = max(most, compiled.metadata.shared)
         for source in _recurrent_sources():
-            options = {"num_warps": triton_recurrent.NUM_WARPS} if source.fn is triton_recurrent._delta else {}
+            is_lone_warp = source.fn in (triton_recurrent._delta, triton_recurrent._scan)
+            options = {"num_warps": triton_recurrent.NUM_WARPS} if is_lone_warp else {}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             assert "cubin" in compiled.asm
             assert "st.local" not in compiled.asm["ptx"], "registers do not suffice"
@@ -104,12 +135,11 @@ def _tile(dtype: str, head_dim: int, is_chunk: bool, shared_bytes: int, *, is_ro
 def _attend_source(
     dtype: str, head_dim: int, is_chunk: bool, tile: Tile, *, has_window: bool, has_softcap: bool, is_rounded: bool
 ) -> Any:
-    kernel = triton_attention._attend
+    heads = {"NUM_KV_HEADS": 4, "NUM_GROUPS": _NUM_GROUPS, "HEAD_DIM": head_dim, "VALUE_DIM": head_dim}
     constants = {
-        "NUM_KV_HEADS": 4,
-        "NUM_GROUPS": _NUM_GROUPS,
-        "HEAD_DIM": head_dim,
+        **heads,
         "PADDED_DIM": head_dim,
+        "PADDED_ROTARY": 0,
         "BLOCK_SIZE": 16,
         "NUM_ROWS": tile.num_rows,
         "NUM_KEYS": tile.num_keys,
@@ -121,6 +151,30 @@ def _attend_source(
         "IS_MUTUAL_BEYOND_WINDOW": is_chunk and has_window,
         "IS_ROUNDED": is_rounded,
     }
+    return _attention(dtype, constants, is_rounded=is_rounded)
+
+
+def _latent_source(dtype: str, num_heads: int, value_dim: int, is_chunk: bool, tile: Tile) -> Any:
+    num_groups = min(num_heads, tile.num_rows)
+    constants = {
+        "NUM_KV_HEADS": num_heads // num_groups,
+        "NUM_GROUPS": num_groups,
+        "HEAD_DIM": value_dim + _ROTARY_DIM,
+        "VALUE_DIM": value_dim,
+        "PADDED_DIM": value_dim,
+        "PADDED_ROTARY": _ROTARY_DIM,
+        "BLOCK_SIZE": 16,
+        "NUM_ROWS": tile.num_rows,
+        "NUM_KEYS": tile.num_keys,
+        "PADDED_SEQUENCES": 64,
+        **dict.fromkeys(("HAS_WINDOW", "HAS_SOFTCAP", "IS_MUTUAL_BEYOND_WINDOW", "IS_ROUNDED"), False),
+        "HAS_MUTUAL": is_chunk,
+    }
+    return _attention(dtype, constants, is_rounded=False)
+
+
+def _attention(dtype: str, constants: dict[str, Any], *, is_rounded: bool) -> Any:
+    kernel = triton_attention._attend
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types |= dict.fromkeys(("keys", "values"), "*i16" if is_rounded else f"*{dtype}")
     types |= dict.fromkeys(("key_scales", "value_scales"), "*fp32" if is_rounded else f"*{dtype}")
@@ -186,13 +240,18 @@ def _quantized_sources() -> Iterator[Any]:
 
 
 def _recurrent_sources() -> Iterator[Any]:
-    """Yields the kernels of recurrent layers, for a Qwen3.5 with heads of 128 numbers, and for an LFM2."""
+    """Yields the kernels of recurrent layers, for a Qwen3.5 with heads of 128 numbers, an LFM2 and a Nemotron-H."""
     places = "sources targets first_tokens token_sequences first_snapshots snapshot_tokens snapshot_states".split()
     types = dict.fromkeys(places, "*i64") | dict.fromkeys(("inputs", "windows"), "*bf16")
     types |= dict.fromkeys(("filters", "bias", "convolved", "decay", "beta", "matrices"), "*fp32")
+    types |= dict.fromkeys(("time_steps", "gates"), "*bf16")
+    types |= dict.fromkeys(("rates", "skips", "step_bias"), "*fp32")
     blocks = {"BLOCK_TOKENS": 8, "BLOCK_CHANNELS": 128}
-    for num_channels, num_kept, has_bias, has_silu, output in ((8192, 3, 0, 1, "*fp32"), (2048, 2, 1, 0, "*bf16")):
-        sizes = {"NUM_CHANNELS": num_channels, "NUM_KEPT": num_kept}
+    # Those of a Nemotron-H are a part of each row of a projection.
+    for row, num_channels, num_kept, has_bias, has_silu, output in (
+        (8192, 8192, 3, 0, 1, "*fp32"), (2048, 2048, 2, 1, 0, "*bf16"), (10304, 6144, 3, 1, 1, "*fp32"),
+    ):  # fmt: skip
+        sizes = {"ROW": row, "NUM_CHANNELS": num_channels, "NUM_KEPT": num_kept}
         kinds = {"HAS_BIAS": has_bias, "HAS_SILU": has_silu}
         yield _recurrent(triton_recurrent._convolve, sizes | kinds | blocks, types | {"outputs": output})
         left = {"PADDED_KEPT": triton.next_power_of_2(num_kept), "BLOCK_CHANNELS": 128}
@@ -200,6 +259,9 @@ def _recurrent_sources() -> Iterator[Any]:
     heads = {"NUM_KEY_HEADS": 16, "NUM_VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "PADDED_KEYS": 128}
     columns: dict[str, Any] = {"NUM_COLUMNS": triton_recurrent.BLOCK_COLUMNS, "SCALE": 128**-0.5}
     yield _recurrent(triton_recurrent._delta, heads | columns, types | {"outputs": "*fp32"})
+    heads = {"NUM_GROUPS": 8, "NUM_HEADS": 64, "STATE_SIZE": 128, "HEAD_DIM": 64, "PADDED_STATE": 128}
+    columns = {"NUM_COLUMNS": triton_recurrent.BLOCK_COLUMNS, "STEPS_ROW": 10304, "GATES_ROW": 10304}
+    yield _recurrent(triton_recurrent._scan, heads | columns, types | {"outputs": "*fp32"})
 
 
 def _recurrent(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> Any:

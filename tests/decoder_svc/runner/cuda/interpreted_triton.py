@@ -40,7 +40,7 @@ from decoder_svc.runner.cuda import (  # noqa: E402
     triton_recurrent,
     triton_splits,
 )
-from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_of  # noqa: E402
+from decoder_svc.runner.cuda.triton_attention import Tile, TritonBackend, latent_tile_of, tile_of  # noqa: E402
 from lookonce.model.kernels import triton_rowwise  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, so many that they are, and those of an H100.
@@ -229,9 +229,11 @@ __all__ = [
     "MANY",
     "SOME",
     "TRITON_FOLDER",
+    "Tile",
     "TritonBackend",
     "fused_stack",
     "interpreted",
+    "latent_tile_of",
     "tile_of",
     "triton_attention",
     "triton_layers",

@@ -129,15 +129,20 @@ def test_pytorch_is_chosen_without_both(install: Callable[..., None], caplog: py
     assert "Triton cannot be imported" in text
 
 
-def test_pytorch_is_chosen_for_the_latents_of_deepseek(
+def test_our_kernel_is_chosen_for_latents_of_a_size_that_it_takes(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     install(flash=True, triton=FakeTriton)
-    needs = replace(NEEDS, num_kv_heads=1, head_dim=576)
-    name, text = chosen(needs, caplog)
-    assert name == "sdpa"
-    assert "our kernel takes heads of at most 512 elements, not 576" in text
-    assert chosen(replace(needs, head_dim=320), caplog)[0] == "triton"
+    kimi = replace(NEEDS, num_kv_heads=1, head_dim=576, value_dim=512)
+    assert chosen(kimi, caplog)[0] == "triton"
+    for needs, reason in (
+        (replace(kimi, head_dim=1040, value_dim=1024), "our kernel takes heads of at most 512 elements, not 1024"),
+        (replace(kimi, head_dim=640), "our kernel takes at most 64 elements beside a latent, not 128"),
+        (replace(kimi, value_dim=None), "our kernel takes heads of at most 512 elements, not 576"),
+    ):
+        name, text = chosen(needs, caplog)
+        assert name == "sdpa"
+        assert reason in text
 
 
 def test_flash_attn_is_not_chosen_for_spans_without_our_kernel(

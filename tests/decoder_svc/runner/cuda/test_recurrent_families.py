@@ -26,6 +26,8 @@ NUM_TOKENS = 3
 INTERVAL = 2
 # The experts of a mixture cannot be counted on the simulated device.
 FAMILIES = sorted(RECURRENT - {"qwen3_5_moe", "nemotron_h_omni"})
+# Needs torchvision.
+MAMBA2 = ["nemotron_h_omni"]
 
 TinyFamily = Callable[[str], families.Conformance]
 
@@ -46,6 +48,14 @@ def session_of(family: offline.OfflineModel, *, use_graphs: bool) -> tuple[offli
     return session, runner
 
 
+def without_experts(name: str, folder: pathlib.Path) -> offline.OfflineModel:
+    """Returns a model of this family whose layers are two of Mamba2 with few heads, an MLP and an attention."""
+    tiny = TINY_FAMILIES[name]
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    text = {"layers_block_type": kinds, "mamba_num_heads": 2, "mamba_head_dim": 16}
+    return families.build(tiny, tiny.build(folder, text=text), 2).offline
+
+
 def short_questions(family: offline.OfflineModel) -> list[offline.Question]:
     """Returns the shortest question with an image, and the shortest one without."""
     questions = sorted(family.questions, key=lambda question: len(question.prompt.token_ids))
@@ -59,8 +69,19 @@ def short_questions(family: offline.OfflineModel) -> list[offline.Question]:
 def test_kernels_give_the_references_answers_in_graphs_that_do_not_wait(
     name: str, tiny_family: TinyFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_with_kernels(tiny_family(name).offline, monkeypatch)
+
+
+@pytest.mark.parametrize("name", MAMBA2)
+def test_kernels_give_the_references_answers_of_mamba2_layers(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_with_kernels(without_experts(name, tmp_path), monkeypatch)
+
+
+def check_with_kernels(family: offline.OfflineModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asserts that kernels give the references' answers, in graphs that do not wait, and continue from snapshots."""
     num_threads = torch.get_num_threads()
-    family = tiny_family(name).offline
     questions = short_questions(family)
     expected = [question.expected[:NUM_TOKENS] for question in questions]
     prompts = [question.prompt for question in questions]
@@ -84,8 +105,19 @@ def test_kernels_give_the_references_answers_in_graphs_that_do_not_wait(
 def test_without_triton_answers_are_the_references_and_no_step_is_recorded(
     name: str, tiny_family: TinyFamily, caplog: pytest.LogCaptureFixture
 ) -> None:
+    check_without_triton(tiny_family(name).offline, caplog)
+
+
+@pytest.mark.parametrize("name", MAMBA2)
+def test_without_triton_answers_of_mamba2_layers_are_the_references(
+    name: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_without_triton(without_experts(name, tmp_path), caplog)
+
+
+def check_without_triton(family: offline.OfflineModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Asserts that operators of PyTorch give the references' answers, and that the log says why they compute."""
     num_threads = torch.get_num_threads()
-    family = tiny_family(name).offline
     questions = short_questions(family)
     with installed(), caplog.at_level(logging.WARNING):
         session, runner = session_of(family, use_graphs=True)
@@ -97,32 +129,24 @@ def test_without_triton_answers_are_the_references_and_no_step_is_recorded(
     assert answers.token_ids == again.token_ids == [question.expected[:NUM_TOKENS] for question in questions]
 
 
-@pytest.mark.parametrize("name", ["nemotron_h_omni"])
-def test_mamba2_has_no_kernels_of_triton_so_operators_compute_and_no_step_is_recorded(
-    name: str, tmp_path: pathlib.Path
-) -> None:
-    num_threads = torch.get_num_threads()
-    tiny = TINY_FAMILIES[name]
-    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
-    family = families.build(tiny, tiny.build(tmp_path, text={"layers_block_type": kinds}), 2).offline
-    prompts = [question.prompt for question in family.questions]
-    with installed(triton_attention, triton_penalties, triton_recurrent):
-        session, runner = session_of(family, use_graphs=True)
-        assert runner.recurrent is not None
-        assert not runner.recurrent.have_kernels
-        assert runner.graphs is None
-        answers = session.ask(prompts, max_tokens=NUM_TOKENS)
-        again = session.ask(prompts, max_tokens=NUM_TOKENS)
-    torch.set_num_threads(num_threads)
-    assert answers.token_ids == again.token_ids == [question.expected[:NUM_TOKENS] for question in family.questions]
-
-
 @pytest.mark.parametrize("kernel", ["convolve", "_delta"])
 def test_kernels_with_other_results_are_not_used(
     kernel: str, tiny_family: TinyFamily, caplog: pytest.LogCaptureFixture
 ) -> None:
+    check_refusal(kernel, tiny_family("qwen3_5").offline, caplog)
+
+
+@pytest.mark.parametrize("kernel", ["convolve", "_scan"])
+@pytest.mark.parametrize("name", MAMBA2)
+def test_kernels_of_mamba2_layers_with_other_results_are_not_used(
+    name: str, kernel: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_refusal(kernel, without_experts(name, tmp_path), caplog)
+
+
+def check_refusal(kernel: str, family: offline.OfflineModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Asserts that a wrong convolution, or a recurrence that fails, is not used, and that the log says why."""
     num_threads = torch.get_num_threads()
-    family = tiny_family("qwen3_5").offline
     with (
         installed(triton_attention, triton_penalties, triton_recurrent),
         caplog.at_level(logging.WARNING),
@@ -133,13 +157,14 @@ def test_kernels_with_other_results_are_not_used(
             right = triton_recurrent.convolve
             monkeypatch.setattr(triton_recurrent, "convolve", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
         else:
-            monkeypatch.setattr(triton_recurrent, "_delta", None)
+            monkeypatch.setattr(triton_recurrent, kernel, None)
         session, runner = session_of(family, use_graphs=False)
         assert runner.recurrent_kernels == RecurrentKernels()
         question = short_questions(family)[1]
         answers = session.ask([question.prompt], max_tokens=NUM_TOKENS)
     torch.set_num_threads(num_threads)
-    reason = {"convolve": "they compute other numbers on this device", "_delta": "they fail on this device"}[kernel]
+    is_wrong = kernel == "convolve"
+    reason = "they compute other numbers on this device" if is_wrong else "they fail on this device"
     assert f"recurrent layers: operators of PyTorch, and no graphs: {reason}" in caplog.text
     assert answers.token_ids == [question.expected[:NUM_TOKENS]]
 

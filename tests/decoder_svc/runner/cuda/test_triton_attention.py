@@ -17,10 +17,27 @@ from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
-from tests.decoder_svc.runner.cuda.interpreted_triton import COMPILED_FOLDER, FEW, SOME, interpreted, tile_of
+from tests.decoder_svc.runner.cuda.interpreted_triton import (
+    COMPILED_FOLDER,
+    FEW,
+    SOME,
+    Tile,
+    interpreted,
+    latent_tile_of,
+    tile_of,
+)
 
-# The heads of Mistral Small 4, whose values are parts of keys.
-LATENT = Sizes(16, 1, 32, 320, 256)
+# The heads of Mistral Small 4 and of Kimi K2.5, whose values are parts of keys.
+MISTRAL, KIMI = Sizes(16, 1, 32, 320, 256), Sizes(16, 1, 64, 576, 512)
+# One key head for any number of heads. Latents and rotary keys are padded, or are not.
+LATENTS = st.builds(
+    Sizes,
+    block_size=st.integers(1, 5),
+    num_kv_heads=st.just(1),
+    num_groups=st.integers(1, 6),
+    head_dim=st.sampled_from((21, 32, 40)),
+    value_dim=st.sampled_from((5, 16, 20)),
+)
 
 
 def decode(num_tokens: int) -> Chunk:
@@ -31,6 +48,12 @@ def decode(num_tokens: int) -> Chunk:
 @settings(max_examples=40)
 @any_step(torch.float32, max_chunks=3)
 def test_any_step_equals_the_reference(case: StepCase) -> None:
+    case.check(interpreted)
+
+
+@settings(max_examples=25)
+@any_step(torch.float32, max_chunks=3, sizes=LATENTS, example_sizes=Sizes(4, 1, 3, 24, 16))
+def test_any_step_over_latents_equals_the_reference(case: StepCase) -> None:
     case.check(interpreted)
 
 
@@ -73,11 +96,31 @@ def test_float16_results_are_within_its_precision(num_processors: int) -> None:
         Step(chunks, Sizes(16, 2, 2, 64), 0, torch.float16, backend=backend).check(LayerOptions(0.125, Window(30), 3.0))
 
 
-@pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256), LATENT])
+@pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256), MISTRAL, KIMI])
 def test_any_shape_is_taken(sizes: Sizes) -> None:
     """Head sizes that are not a power of two, and more query heads per key head than the smallest tile has rows."""
     for chunks in ([Chunk(9, 2, 2, 9), decode(4)], [decode(9), decode(4)]):
         Step(chunks, sizes, 0, torch.float32, backend=interpreted).check(LayerOptions(0.1))
+
+
+@pytest.mark.parametrize("num_heads", [6, 33, 64, 96])
+def test_heads_over_latents_are_divided_into_groups_of_one_size(num_heads: int) -> None:
+    """Those of a group are the rows of a program: all of 6, 11 of 33, 16 of 64 and of 96 with numbers in float32."""
+    for chunks in ([Chunk(9, 2, 2, 9), decode(4)], [decode(9), decode(4)]):
+        Step(chunks, Sizes(4, 1, num_heads, 40, 32), 0, torch.float32, backend=interpreted).check(LayerOptions(0.3))
+
+
+@pytest.mark.parametrize("num_heads", [6, 18])
+def test_long_contexts_over_latents_are_divided(num_heads: int) -> None:
+    chunks = [Chunk(500, 492, 492, 500), decode(3), decode(400)]
+    backend = functools.partial(interpreted, SOME)
+    Step(chunks, Sizes(16, 1, num_heads, 40, 32), 2, torch.float32, backend=backend).check(LayerOptions(0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_with_many_tokens_over_latents_has_tiles_of_several_tokens(dtype: torch.dtype) -> None:
+    chunks = [Chunk(150, 20, 20, 150, (Span(10, 45), Span(70, 60))), decode(90)]
+    Step(chunks, Sizes(16, 1, 3, 24, 16), 1, dtype, backend=interpreted).check(LayerOptions(0.2, Window(50), 3.0))
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
@@ -135,6 +178,29 @@ def test_tiles_fit_into_shared_memory(
     assert tile.num_rows * key_bytes + ahead <= shared_bytes
 
 
+@pytest.mark.parametrize(("padded_dim", "num_heads"), [(256, 32), (512, 64), (512, 128), (16, 2)])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_of_latents_fit_into_shared_memory(
+    padded_dim: int, num_heads: int, element_bytes: int, num_tokens: int, shared_bytes: int
+) -> None:
+    tile = latent_tile_of(padded_dim, 64, element_bytes, num_heads, num_tokens, shared_bytes)
+    key_bytes = (padded_dim + 64) * element_bytes
+    # The compiler needs one tile less than stages, or as many where products are asynchronous.
+    num_tiles = tile.num_stages - (tile.num_rows < 64)
+    assert (tile.num_rows + num_tiles * tile.num_keys) * key_bytes <= shared_bytes
+    assert tile.num_stages >= 2
+    # Sums of a program take half of the registers of its threads at most.
+    assert tile.num_rows * padded_dim <= tile.num_warps * 32 * 128
+
+
+def test_an_h100_computes_all_heads_over_latents_at_once() -> None:
+    """A program then loads each latent once for all heads, and the next tile while it multiplies."""
+    assert latent_tile_of(512, 64, 2, 64, 1, 227 << 10) == Tile(64, 64, num_stages=2, num_warps=8)
+    assert latent_tile_of(512, 64, 2, 64, 1, 99 << 10).num_rows == 16
+
+
 def test_a_device_with_more_shared_memory_loads_further_ahead() -> None:
     assert tile_of(256, 4, 1, 227 << 10).num_stages > tile_of(256, 4, 1, 64 << 10).num_stages
 
@@ -144,11 +210,12 @@ def test_a_device_with_more_shared_memory_loads_further_ahead() -> None:
 SHARED_BYTES = {"80": 99 << 10, "90": 227 << 10}
 
 
-def test_the_kernels_compile_for_an_absent_gpu() -> None:
+@pytest.mark.parametrize("part", ["latents", "others"])
+def test_the_kernels_compile_for_an_absent_gpu(part: str) -> None:
     """The interpreter accepts more than the compiler. Runs in a separate process, in which the interpreter is off.
 
-    Compiling takes 16 s of CPU. Triton keeps what it compiled, under a hash of the source of the kernel and of all that
-    it calls, of its options and of Triton itself, so it compiles again what was changed.
+    Compiling latents takes 20 s of CPU, and the others 60 s. Triton keeps what it compiled, under a hash of the source
+    of the kernel and of all that it calls, of its options and of Triton itself, so it compiles again what was changed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -156,6 +223,7 @@ def test_the_kernels_compile_for_an_absent_gpu() -> None:
             sys.executable,
             "-m",
             "tests.decoder_svc.runner.cuda.compiled_triton",
+            part,
             *(f"{capability}={most}" for capability, most in SHARED_BYTES.items()),
         ],
         env=environment | {"TRITON_CACHE_DIR": str(COMPILED_FOLDER), "PYTHONPATH": os.pathsep.join(sys.path)},
