@@ -38,7 +38,7 @@ def folders(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-# Where the engine runs, and what the model is split over.
+# Engines by where they run; the last one is split over two processes.
 ENGINES: dict[str, dict[str, Any]] = {
     "thread": {}, "process": {"engine": "process"}, "ranks": {"tensor_parallel_size": 2}
 }  # fmt: skip

@@ -75,7 +75,7 @@ def test_a_weight_that_is_no_number_ends_the_decoder(
     assert "Traceback" not in log
 
 
-# Where rows are computed, and how: in one process or two, in chunks, behind drafts, with codes for keys and values.
+# Settings of decoders: in two processes, in chunks, with drafts, with codes for keys and values.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "process": {"engine": "process"},
@@ -116,7 +116,7 @@ async def test_a_token_that_makes_nan_ends_its_requests_and_changes_no_answer_of
             assert isinstance(ended, str)
             assert re.fullmatch("INTERNAL: the model computed no number, incident [0-9a-f]{32}", ended)
             assert [await answer(each) for each in prompts] == expected, number
-        # Beside each other, a request that has a block of another's step may end like it. None is answered wrongly.
+        # A request that has a block of another one's step may end like it. None gets other tokens.
         mixed = [*prompts, *([*ids[:8], BAD_TOKEN, *ids[8:]] for ids in prompts)]
         found = await asyncio.gather(*map(answer, mixed))
         for one, wanted in zip(found, [*expected, *[None] * len(prompts)], strict=True):

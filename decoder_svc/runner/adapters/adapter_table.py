@@ -41,7 +41,7 @@ class ReadAdapter(NamedTuple):
 
     # The result of AdaptedModel.prepare.
     prepared: Any
-    # What the other ranks of a split model are told; None without them.
+    # Its matrices, for the other ranks of a split model; None without them.
     low_ranks: Mapping[str, LowRank] | None
 
 

@@ -101,12 +101,12 @@ class Matrix(msgspec.Struct, frozen=True):
         return cls(len(matrix), matrix.contiguous().numpy().tobytes())
 
     def tensor(self) -> Tensor:
-        """Returns the matrix."""
+        """Returns it as float32 `[rows, columns]`."""
         return torch.frombuffer(bytearray(self.numbers), dtype=torch.float32).view(self.num_rows, -1)
 
 
 class Matrices(msgspec.Struct, tag=True):
-    """What an adapter adds to a linear layer (LowRank), whole."""
+    """The matrices that an adapter adds to a linear layer (LowRank), whole."""
 
     # The layer's name in the text model.
     name: str
