@@ -149,7 +149,12 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
             "num_attention_heads = 4, which num_key_value_heads = 3 does not divide",
         ),
         (
-            {"model_type": "qwen3_5_text", "linear_num_value_heads": 6, "linear_num_key_heads": 4},
+            {
+                "model_type": "qwen3_5_text",
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_value_heads": 6,
+                "linear_num_key_heads": 4,
+            },
             "linear_num_value_heads = 6, which linear_num_key_heads = 4 does not divide",
         ),
         ({"model_type": "jamba"}, "'linear_attention' (layer 0)"),

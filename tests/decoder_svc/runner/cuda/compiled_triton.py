@@ -167,7 +167,7 @@ def _latent_source(dtype: str, num_heads: int, value_dim: int, is_chunk: bool, t
         "NUM_ROWS": tile.num_rows,
         "NUM_KEYS": tile.num_keys,
         "PADDED_SEQUENCES": 64,
-        **dict.fromkeys(("HAS_WINDOW", "HAS_SOFTCAP", "IS_MUTUAL_BEYOND_WINDOW", "IS_ROUNDED"), False),
+        **dict.fromkeys(("HAS_WINDOW", "IS_CHUNKED", "HAS_SOFTCAP", "IS_MUTUAL_BEYOND_WINDOW", "IS_ROUNDED"), False),
         "HAS_MUTUAL": is_chunk,
     }
     return _attention(dtype, constants, is_rounded=False)
