@@ -184,7 +184,9 @@ def _check(name: str, config: Mapping[str, Any]) -> None:
 
 def _rank(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_RANK:
-        raise ModelFolderError(f"adapter {name}: the rank must be 1 to {_MAX_RANK}, not {str(value)[:100]}")
+        raise ModelFolderError(
+            f"adapter {name}: the rank must be a whole number from 1 to {_MAX_RANK}, not {repr(value)[:100]}"
+        )
     return value
 
 

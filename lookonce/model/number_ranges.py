@@ -92,8 +92,13 @@ class _Range:
 def check_config_numbers(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     """Checks the numbers in config.json. `path` is that of its folder.
 
-    Raises ModelFolderError for one that no model has, and for a layer of the tower that is not there.
+    Raises ModelFolderError for one that no model has, for a layer of the tower that is not there, and for a half that
+    is null.
     """
+    for part in ("text_config", "vision_config"):
+        if part in config and config[part] is None:
+            # transformers would build a whole model of its default sizes.
+            raise _error(path, f"{part} is null")
     for where, name, number in _numbers(config, ""):
         allowed = _range_of(name)
         if allowed is not None and not allowed.has(number):

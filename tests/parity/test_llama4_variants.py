@@ -31,7 +31,7 @@ def text_settings(rng: random.Random) -> dict[str, Any]:
         "attention_chunk_size": rng.choice((2, 3, 7, 8, 13, 32, 300)),
         "attn_temperature_tuning": rng.random() < 0.7,
         "floor_scale": rng.choice((1, 3, 16, 40)),
-        "attn_scale": rng.choice((0.1, 1.5, -0.4)),
+        "attn_scale": rng.choice((0.1, 1.5)),
         "use_qk_norm": rng.random() < 0.5,
         "num_key_value_heads": rng.choice((1, 2, 4)),
     }

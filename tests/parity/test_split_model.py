@@ -35,7 +35,7 @@ from tests.tiny_families import FAMILIES
 # attention, feature levels (without a plan of transformers), a window, text that is scaled and soft-capped, and a
 # language model with a head of its own.
 SPLIT_IN_TWO = (
-    "llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision", "llama4",
+    "llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision", "lfm3_vl", "llama4",
 )  # fmt: skip
 SPLIT_IN_THREE = ("llava_clip", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 
@@ -92,7 +92,8 @@ def test_two_ranks_give_the_tokens_of_one(name: str, tiny_family: Callable[[str]
     with split(family, 2, must_not_be_lost) as (model, _):
         spec, whole = model.runner.get_kv_cache_spec(), family.offline.runner.get_kv_cache_spec()
         assert spec.num_kv_heads * 2 == whole.num_kv_heads
-        assert model.runner.weight_bytes < 0.75 * family.offline.runner.weight_bytes
+        # Recurrent layers are whole on each rank.
+        assert model.runner.weight_bytes < 0.8 * family.offline.runner.weight_bytes
         check_answers(family, model)
 
 

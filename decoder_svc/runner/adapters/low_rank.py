@@ -135,5 +135,8 @@ def _low_rank(folder: AdapterFolder, module: str, pair: Mapping[str, Tensor], si
     down, up = down.to(torch.float32, copy=True), up.to(torch.float32, copy=True) * folder.scale_of(module)
     # Written with `not` so that NaN fails.
     if not (down.abs().max() <= _LARGEST and up.abs().max() <= _LARGEST):
-        raise ModelFolderError(f"adapter {folder.name}: the matrices of {module} have numbers beyond {_LARGEST:g}")
+        raise ModelFolderError(
+            f"adapter {folder.name}: the matrices of {module}, with their scale, have numbers that are not within "
+            f"±{_LARGEST:g}"
+        )
     return LowRank(down.contiguous(), up.contiguous())

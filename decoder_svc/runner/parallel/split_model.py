@@ -37,13 +37,15 @@ _USUAL_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# Layers that transformers' plan for this type of text models leaves out: MLPs without gates, and shared experts.
+# Layers that transformers' plan for this type of text models leaves out: MLPs without gates, shared experts, and the
+# gates of heads.
 _ADDED_PLANS = {
+    "lfm3": {"layers.*.self_attn.g_proj": "colwise"},
     "nemotron_h": {
         f"layers.*.mixer{path}.{name}": style
         for path in ("", ".shared_experts")
         for name, style in (("up_proj", "colwise"), ("down_proj", "rowwise"))
-    }
+    },
 }
 # Every rank has the whole of these: norms, and recurrent layers, whose states are not divided.
 _WHOLE_STYLES = frozenset({"replicate", "replicated_with_grad_allreduce"})

@@ -42,11 +42,11 @@ def change(folder: pathlib.Path, **values: Any) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"a_new_setting": 1}, "the setting 'a_new_setting' of adapter_config.json is not known"),
-        ({"r": 0}, "the rank must be 1 to 512, not 0"),
-        ({"r": "8"}, "the rank must be 1 to 512"),
+        ({"r": 0}, "the rank must be a whole number from 1 to 512, not 0"),
+        ({"r": "8"}, "the rank must be a whole number from 1 to 512"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number"),
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
-        ({"rank_pattern": {"q_proj": 1000}}, "the rank must be 1 to 512, not 1000"),
+        ({"rank_pattern": {"q_proj": 1000}}, "the rank must be a whole number from 1 to 512, not 1000"),
         # These would take for ever, or much memory.
         ({"rank_pattern": {"((a|[a-z._0-9])*)*#": 4}}, "is not served; a pattern has names, dots"),
         ({"rank_pattern": {".*a.*b.*c": 4}}, "is not served; a pattern has names, dots"),
@@ -142,13 +142,13 @@ def test_weights_that_do_not_fit_are_named(folder: pathlib.Path, part: str) -> N
         (folder / WEIGHTS).write_bytes((5 << 20).to_bytes(8, "little") + b" " * (5 << 20))
     messages = {
         "header": "the list of its matrices has more than 4194304 bytes",
-        "huge": "have numbers beyond 65504",
+        "huge": "have numbers that are not within ±65504",
         "vision": "which is in the vision half",
         "head": "which is no linear layer in the layers",
         "one matrix": "has one matrix of two",
         "rank": "they must be",
         "embedding": "is no LoRA matrix of a linear layer",
-        "nan": "have numbers beyond 65504",
+        "nan": "have numbers that are not within ±65504",
         "broken": "cannot be read",
         "other name": "which is no linear layer",
     }
