@@ -13,6 +13,12 @@ from torch import Tensor
 from lookonce.model.kernels.activation import Activation, activation_of
 from lookonce.model.kernels.quantized_weight import Weight, quantized, whole
 
+# Properties that transformers' decorator of experts gives to a module, with their values where our kernel computes it.
+_USUAL = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
+# Gates, and values beside them. Twice the largest, which some activations compute, is a number in float32.
+_POWERS = 2.0 ** torch.arange(-21, 127, 3, device="cpu")
+_GATE_PROBES = torch.cat([-_POWERS, torch.zeros(1, device="cpu"), _POWERS])
+
 # The weights of an expert: those of gates and of the values that they gate [mlp, hidden], and the last [hidden, mlp].
 Expert = tuple[tuple[Weight, Weight], Weight]
 
@@ -73,7 +79,8 @@ def experts_of(module: Any) -> ExpertWeights | None:
     """Returns the weights of a module whose experts our kernel can compute; None for any other module.
 
     Such a module has parameters `gate_up_proj` [experts, 2 mlp, hidden] and `down_proj` [experts, hidden, mlp] or their
-    transposes, no biases, and an activation `act_fn` that we know, as most of transformers' mixtures of experts.
+    transposes, no biases, and an activation `act_fn` that we know, as most of transformers' mixtures of experts. It
+    multiplies what the activation makes of a gate by the value beside it, and neither bounds nor norms anything.
     """
     if isinstance(module, QuantizedExperts):
         return module.weights
@@ -83,7 +90,7 @@ def experts_of(module: Any) -> ExpertWeights | None:
     if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
         return None
     activation = activation_of(module.act_fn) if isinstance(getattr(module, "act_fn", None), torch.nn.Module) else None
-    if activation is None:
+    if activation is None or not _has_plain_rule(module):
         return None
     if getattr(module, "is_transposed", False):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -96,6 +103,27 @@ def experts_of(module: Any) -> ExpertWeights | None:
         return (gate, up), down[number]
 
     return ExpertWeights(num_experts, hidden_size, mlp_size, down.dtype, activation, read)
+
+
+def _has_plain_rule(module: Any) -> bool:
+    """Whether experts compute `activation(gate) * value`, whatever the numbers are, and nothing behind the last weight.
+
+    The values of gates are taken from the module's own function for them, over all magnitudes: a bound would show. One
+    trial with random tokens would not reach it. Modules without that function say nothing about their rule.
+    """
+    if any(getattr(module, name, usual) != usual for name, usual in _USUAL.items()):
+        return False
+    apply_gate = getattr(module, "_apply_gate", None)
+    if apply_gate is None:
+        return False
+    both = torch.cartesian_prod(_GATE_PROBES, _GATE_PROBES).T.reshape(1, -1)
+    gates, values = both.chunk(2, dim=-1)
+    try:
+        with torch.inference_mode():
+            found, plain = apply_gate(both), module.act_fn(gates) * values
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        return False
+    return bool(torch.equal(found, plain))
 
 
 def quantized_experts(module: Any, bits: int, *, is_lazy: bool = False) -> QuantizedExperts | None:

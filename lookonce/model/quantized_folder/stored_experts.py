@@ -28,7 +28,7 @@ class StoredExperts(torch.nn.Module):  # type: ignore[misc]  # torch is untyped 
         sizes = experts_of(module)
         if sizes is None:
             raise ModelFolderError(
-                f"the quantized experts {name} are not served: {type(module).__name__} is not a gated MLP; "
+                f"the quantized experts {name} are not served: {type(module).__name__} is not a plain gated MLP; "
                 "use the unquantized model"
             )
         self._sizes = sizes

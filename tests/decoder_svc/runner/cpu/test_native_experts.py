@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend
 from decoder_svc.runner.cpu.native_experts import NativeExperts, replace_experts
@@ -46,9 +51,14 @@ def module(
     else:
         made = Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**sizes, moe_intermediate_size=mlp, num_experts=num_experts))
     made.config._experts_implementation = "eager"
+    return filled(made, dtype)
+
+
+def filled(made: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Draws the weights of a module and returns it."""
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
-        parameter.data = (torch.randn(parameter.shape, generator=generator) * hidden**-0.5).to(dtype)
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5).to(dtype)
     return made.requires_grad_(False)
 
 
@@ -183,6 +193,43 @@ def test_experts_that_differ_stay_as_they_are(caplog: pytest.LogCaptureFixture) 
     assert replace_experts(made, backend()) == 0
     assert isinstance(made[0], Others)
     assert "experts stay as they are" in caplog.text
+
+
+def test_experts_that_compute_more_than_gates_are_no_experts_of_the_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the tokens of the trial are: the bound is far above them, and norms and biases are small."""
+
+    def plain() -> Any:
+        return module(32, 32, 4)
+
+    def bounded(limit: float | None) -> Any:
+        sizes = Step3p7TextConfig(hidden_size=32, n_routed_experts=4, moe_intermediate_size=32)
+        return filled(Step3p7Experts(sizes, limit))
+
+    own_rule, flagged = [plain() for _ in range(2)], [plain() for _ in range(4)]
+    own_rule[0]._apply_gate = lambda both: torch.nn.functional.silu(both[:, :32].clamp(max=1e5)) * both[:, 32:]
+    own_rule[1]._apply_gate = None
+    for made, name in zip(flagged, ("has_gate", "has_bias", "has_post_expert_norm", "is_concatenated"), strict=True):
+        setattr(made, name, not getattr(made, name))
+    sizes = MuseSparkTextConfig(moe_hidden_size=32, num_local_experts=4, moe_intermediate_size=32)
+    normed = filled(MuseSparkExperts(sizes))
+    left = [bounded(1e-3), bounded(1e4), bounded(1e37), normed, *own_rule, *flagged]
+    assert [experts_of(each) for each in left] == [None] * len(left)
+    assert replace_experts(torch.nn.Sequential(*left), backend()) == 0
+    assert not caplog.records, "they did not even come to a trial"
+    assert [quantized_experts(each, 8) for each in left] == [None] * len(left)
+    # Without a bound, the rule is the plain one.
+    unbounded = bounded(None)
+    given_tokens = tokens(9, 32, 4, 2)
+    torch.testing.assert_close(native(unbounded)(*given_tokens), unbounded(*given_tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bounded_activation_is_another_one() -> None:
+    made = module(32, 32, 4)
+    made.act_fn = ACT2FN["gelu"]
+    assert experts_of(made) is not None
+    for name in ("gelu_10", "relu6"):
+        made.act_fn = ACT2FN[name]
+        assert experts_of(made) is None
 
 
 def test_other_modules_are_no_experts() -> None:
