@@ -177,8 +177,9 @@ def test_a_model_whose_heads_cannot_be_divided_is_refused(tiny_family: Callable[
         pass
 
 
-def test_layers_that_differ_are_not_split(tiny_family: Callable[[str], families.Conformance]) -> None:
-    family = tiny_family("gemma4")
+@pytest.mark.parametrize("name", ["gemma4", "step3p7"])
+def test_layers_that_differ_are_not_split(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
+    family = tiny_family(name)
     with pytest.raises(ConfigurationError, match="layers with different heads"), split(family, 2, lambda: None):
         pass
 

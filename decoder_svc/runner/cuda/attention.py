@@ -7,6 +7,7 @@ PyTorch's, is not used.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ _TRIAL_PROMPTS = ((0, 20), (0, 33), (0, 1))
 class AttentionNeeds:
     """Properties of model and device that decide about the backend."""
 
-    num_heads: int
+    # Numbers of query heads that layers have.
+    head_counts: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -120,9 +122,9 @@ def _check_on_trial(backend: PagedBackend, needs: AttentionNeeds) -> None:
     # Only new tokens are rounded in a trial.
     trials = (_TRIAL_PROMPTS,) if needs.is_rounded else (_TRIAL_CHUNKS, _TRIAL_DECODES)
     tolerance = _ROUNDED_TOLERANCE if needs.is_rounded else _TOLERANCES[needs.dtype]
-    for chunks in trials:
+    for chunks, num_heads in itertools.product(trials, needs.head_counts):
         try:
-            difference = _difference(backend, needs, chunks)
+            difference = _difference(backend, needs, chunks, num_heads)
         except Exception as error:  # compilers and drivers raise many types
             logger.debug("attention backend %s failed its trial", backend.name, exc_info=True)
             raise _UnfitError(f"{backend.name} fails on this device ({type(error).__name__})") from error
@@ -131,7 +133,9 @@ def _check_on_trial(backend: PagedBackend, needs: AttentionNeeds) -> None:
             raise _UnfitError(f"{backend.name} differs from PyTorch by {difference:.2g} on this device")
 
 
-def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tuple[int, int], ...]) -> float:
+def _difference(
+    backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tuple[int, int], ...], num_heads: int
+) -> float:
     """Returns the largest difference between the backend's results and PyTorch's, in one layer without a window."""
     spec = KVCacheSpec(
         num_layers=1,
@@ -141,6 +145,6 @@ def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tupl
         block_size=needs.block_size,
         is_rounded=needs.is_rounded,
     )
-    trial = AttentionTrial(spec, needs.num_heads, chunks, needs.device)
+    trial = AttentionTrial(spec, num_heads, chunks, needs.device)
     one, other = (trial.prepared(each)().float() for each in (SdpaBackend(), backend))
     return float((one - other).abs().max())
