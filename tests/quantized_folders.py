@@ -199,16 +199,17 @@ def store_quantized(
     *,
     vision: bool = False,
     others: Collection[str] = (),
+    has_whole_experts: bool = False,
 ) -> list[str]:
     """Stores the linear layers of the language model and its head, or of the vision tower; returns their names.
 
-    `others` are names of layers that are stored as well.
+    `others` are names of layers that are stored as well. With `has_whole_experts`, merged experts stay as they are.
 
     The weights that they stand for are written to `whole_folder`, which holds the same model.
     """
     (file,) = folder.glob("*.safetensors")
     tensors, whole = load_file(file), {}
-    layers = _with_single_experts(tensors)
+    layers = dict(tensors) if has_whole_experts else _with_single_experts(tensors)
     names = [
         name.removesuffix(".weight")
         for name, tensor in layers.items()
@@ -229,7 +230,9 @@ def store_quantized(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.entry}))
     if whole_folder is not None:
-        save_file(_with_merged_experts(tensors | whole), whole_folder / file.name, metadata={"format": "pt"})
+        stored_whole = tensors | whole
+        merged = stored_whole if has_whole_experts else _with_merged_experts(stored_whole)
+        save_file(merged, whole_folder / file.name, metadata={"format": "pt"})
     return names
 
 

@@ -15,7 +15,7 @@ from lookonce.model.libraries import torchvision_import
 # These are names of tiny families.
 TORCHVISION_FAMILIES = frozenset({
     "cohere2_vision", "fast_vlm", "gemma3n", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "muse_glimmer",
-    "nemotron_h_omni", "perception_lm",
+    "muse_spark", "nemotron_h_omni", "perception_lm", "step3p7",
 })  # fmt: skip
 # Here `make venv` installs torchvision and timm.
 INSTALLED = pathlib.Path(sys.prefix) / "torchvision"

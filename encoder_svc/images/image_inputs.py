@@ -56,9 +56,8 @@ class PixelInputs:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the pixel tensor, bytes."""
-        num_bytes: int = self.pixel_values.nbytes
-        return num_bytes
+        """Size of all tensors, bytes: tiles may lie apart from the whole image."""
+        return sum(int(tensor.nbytes) for tensor in self.tensors.values())
 
     def goes_with(self, other: PixelInputs) -> bool:
         """Whether both can be joined without padding, packed tensors along the last axis and others along the first."""

@@ -76,6 +76,8 @@ def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: s
         text_model = getattr(model.model, text_child(model))
         absorb_latents(text_model)
         tune_by_position(text_model)
+        # Modules that were put in now are in training mode.
+        model.eval()
     return model
 
 

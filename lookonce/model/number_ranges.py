@@ -21,7 +21,9 @@ _CONFIG_FILE = "config.json"
 _LARGEST_SIZE, _MOST_LAYERS, _MOST_LABELS = 1 << 24, 4096, 1 << 16
 _SIZES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "embed_dim"), _LARGEST_SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), _LARGEST_SIZE),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "num_heads", "num_sliding_attention_heads"), _LARGEST_SIZE
+    ),
     **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), _LARGEST_SIZE),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"), _LARGEST_SIZE),
     **dict.fromkeys(

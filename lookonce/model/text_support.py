@@ -70,6 +70,8 @@ _SHARING_MODEL_TYPES = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
 }
+# Text models whose layers may have different numbers of query heads, and differ in nothing else.
+_QUERY_HEADS_MODEL_TYPES = frozenset({"step3p5"})
 _SHARING_FIELDS = frozenset({"hidden_size_per_layer_input", "num_kv_shared_layers"})
 # Configuration fields of features that the decoder does not support, with their description.
 _UNSERVED_FIELDS = {
@@ -120,6 +122,12 @@ def head_shape(text: Any, layer: int) -> HeadShape:
     return HeadShape(int(own.num_key_value_heads), int(head_dim))
 
 
+def query_heads(text: Any) -> tuple[int, ...]:
+    """Returns the numbers of query heads that layers of a text configuration have, ascending."""
+    own = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return tuple(sorted({int(layer.num_attention_heads) for layer in own}))
+
+
 def is_latent(text: Any) -> bool:
     """Whether a text model's layers have latent attention that is served."""
     return text.model_type in _LATENT_MODEL_TYPES
@@ -153,7 +161,7 @@ def text_refusal(config: Any, mask: Mask) -> str | None:
             f"which is not served; {_ADVICE}"
         )
     checks = (
-        *(_composition, _unserved_field, _layers, _rope, _heads, _latent, _groups_of_heads),
+        *(_composition, _layer_shapes, _unserved_field, _layers, _rope, _heads, _latent, _groups_of_heads),
         *(_chunks, _temperature, _window),
     )
     for check in checks:
@@ -173,13 +181,29 @@ def _composition(config: Any, text: Any) -> str | None:
             return f"an encoder and a decoder ({part.model_type}: is_encoder_decoder), which is not served; {_ADVICE}"
     if text.model_type in SINK_MODEL_TYPES:
         return f"attention sinks, which are not served; {_ADVICE}"
+    return None
+
+
+def _layer_shapes(config: Any, text: Any) -> str | None:
     if not getattr(text, "is_heterogeneous", False):
         return None
+    if text.model_type in _QUERY_HEADS_MODEL_TYPES:
+        return _other_differences(text)
     if not _may_share(config, text):
         return f"layers of different shapes, but all layers share one KV cache shape; {_ADVICE}"
     shapes = {(kind, head_shape(text, layer)) for layer, kind in enumerate(text.layer_types)}
     if len(shapes) > len(set(text.layer_types)):
         return f"layers of one type with different numbers or sizes of heads, which are not served; {_ADVICE}"
+    return None
+
+
+def _other_differences(text: Any) -> str | None:
+    """Returns the reason if layers differ in more than their number of query heads."""
+    layers = [vars(text.per_layer_config[layer]) for layer in range(text.num_hidden_layers)]
+    names = {name for layer in layers for name in layer if layer[name] != layers[0].get(name)}
+    names |= {"skip"} if any(layer["skip"] for layer in layers) else set()
+    if others := sorted(names - {"num_attention_heads"}):
+        return f"layers that differ in {others[0]}, which is not served; {_ADVICE}"
     return None
 
 

@@ -14,7 +14,7 @@ from tests.e2e.pictures import fresh
 from tests.tiny_families import ALL_FAMILIES
 
 
-@pytest.mark.parametrize("name", ["fast_vlm", "lfm2_vl", "llama4", "muse_glimmer", "perception_lm"])
+@pytest.mark.parametrize("name", ["fast_vlm", "lfm2_vl", "llama4", "muse_spark", "perception_lm", "step3p7"])
 def test_pictures_are_told_apart_and_encoded_once(name: str, tmp_path: pathlib.Path) -> None:
     folder = ALL_FAMILIES[name].build(tmp_path / name)
     with (

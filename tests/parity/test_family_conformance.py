@@ -28,7 +28,7 @@ SMALL_STEP = 23
 # Families with layers that have a window, beside layers without one.
 WINDOWED = FAMILIES.keys() & {
     "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_moe",
-    "gemma4_unified", "lfm3_vl", "llama4", "muse_glimmer", "paligemma2",
+    "gemma4_unified", "lfm3_vl", "llama4", "muse_glimmer", "muse_spark", "paligemma2", "step3p7",
 }  # fmt: skip
 # Families with recurrent layers, which test_recurrent_states.py looks at.
 RECURRENT = FAMILIES.keys() & {

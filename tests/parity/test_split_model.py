@@ -97,13 +97,28 @@ def test_two_ranks_give_the_tokens_of_one(name: str, tiny_family: Callable[[str]
         check_answers(family, model)
 
 
-@pytest.mark.parametrize("name", ["mistral4"])
-def test_each_rank_has_all_latents(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
-    """The attention of all heads is whole on each rank, and experts are split."""
+# Experts are split, or the layers around experts whose outputs are normed.
+@pytest.mark.parametrize(("name", "most"), [("mistral4", 0.8), ("muse_spark", 0.9)])
+def test_each_rank_has_the_attention_of_all_heads(
+    name: str, most: float, tiny_family: Callable[[str], families.Conformance]
+) -> None:
+    """Heads share latents, and the plan of transformers leaves the attention of some models whole."""
     family = tiny_family(name)
     with split(family, 2, must_not_be_lost) as (model, _):
         assert model.runner.get_kv_cache_spec() == family.offline.runner.get_kv_cache_spec()
-        assert model.runner.weight_bytes < 0.8 * family.offline.runner.weight_bytes
+        assert model.runner.weight_bytes < most * family.offline.runner.weight_bytes
+        check_answers(family, model)
+
+
+@pytest.mark.parametrize("name", ["step3p7"])
+def test_experts_with_bounded_gates_are_split(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
+    """Each rank computes its units with transformers' modules. Layers have different numbers of query heads."""
+    family = tiny_family(name)
+    with split(family, 2, must_not_be_lost) as (model, _):
+        assert model.runner.get_kv_cache_spec() == family.offline.runner.get_kv_cache_spec()
+        layers = model.runner.get_model().model.language_model.layers
+        assert {layer.self_attn.num_heads for layer in layers} == {4, 6}
+        assert [isinstance(layer.mlp.experts.part, NativeExperts) for layer in layers[1:]] == [False, True, False]
         check_answers(family, model)
 
 

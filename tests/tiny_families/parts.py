@@ -92,6 +92,18 @@ def without_video(processor_class: Any) -> Any:
     return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
 
 
+@functools.cache
+def images_only(processor_class: Any) -> Any:
+    """Returns a processor class without a video processor, which needs torchvision, and without one for audio."""
+
+    def check(self: Any, argument_name: str, argument: object) -> object:
+        if argument is None:
+            return None
+        return processor_class.check_argument_for_proper_class(self, argument_name, argument)
+
+    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+
+
 def named_tokenizer(
     special: Sequence[str],
     named: Mapping[str, str],

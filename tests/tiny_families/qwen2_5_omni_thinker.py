@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any
 
@@ -87,7 +86,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         **{field: tokenizer.convert_tokens_to_ids(token) for field, token in _TOKENS.items()},
     )
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * _SQUARE, "longest_edge": 36 * _SQUARE})
-    processor = parts.whole_processor(images_only(transformers.Qwen2_5OmniProcessor), images, tokenizer)
+    processor = parts.whole_processor(parts.images_only(transformers.Qwen2_5OmniProcessor), images, tokenizer)
     model = parts.random_model(
         transformers.Qwen2_5OmniThinkerForConditionalGeneration,
         config,
@@ -101,16 +100,4 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 def load_processor(folder: pathlib.Path) -> Any:
     """Returns the whole processor on the PIL backend, without the parts for videos and audio."""
-    return parts.load(folder, images_only(transformers.Qwen2_5OmniProcessor))
-
-
-@functools.cache
-def images_only(processor_class: Any) -> Any:
-    """Returns a processor class without a video processor, which needs torchvision, and without one for audio."""
-
-    def check(self: Any, argument_name: str, argument: object) -> object:
-        if argument is None:
-            return None
-        return processor_class.check_argument_for_proper_class(self, argument_name, argument)
-
-    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+    return parts.load(folder, parts.images_only(transformers.Qwen2_5OmniProcessor))

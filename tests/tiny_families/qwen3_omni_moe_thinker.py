@@ -80,4 +80,4 @@ def load_processor(folder: pathlib.Path) -> Any:
 
 
 def _processor_class() -> Any:
-    return qwen2_5_omni_thinker.images_only(transformers.Qwen3OmniMoeProcessor)
+    return parts.images_only(transformers.Qwen3OmniMoeProcessor)

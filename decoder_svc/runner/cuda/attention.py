@@ -7,6 +7,7 @@ PyTorch's, is not used.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ _TRIAL_PROMPTS = ((0, 20), (0, 33), (0, 1))
 class AttentionNeeds:
     """Properties of model and device that decide about the backend."""
 
-    num_heads: int
+    # Numbers of query heads that layers have.
+    head_counts: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -127,9 +129,9 @@ def _check_on_trial(backend: PagedBackend, needs: AttentionNeeds) -> None:
     # Only new tokens are rounded in a trial.
     trials = (_TRIAL_PROMPTS,) if needs.is_rounded else (_TRIAL_CHUNKS, _TRIAL_DECODES)
     tolerance = _ROUNDED_TOLERANCE if needs.is_rounded else _TOLERANCES[needs.dtype]
-    for chunks in trials:
+    for chunks, num_heads in itertools.product(trials, needs.head_counts):
         try:
-            difference = _difference(backend, needs, chunks)
+            difference = _difference(backend, needs, chunks, num_heads)
         except Exception as error:  # compilers and drivers raise many types
             logger.debug("attention backend %s failed its trial", backend.name, exc_info=True)
             raise _UnfitError(f"{backend.name} fails on this device ({type(error).__name__})") from error
@@ -138,7 +140,9 @@ def _check_on_trial(backend: PagedBackend, needs: AttentionNeeds) -> None:
             raise _UnfitError(f"{backend.name} differs from PyTorch by {difference:.2g} on this device")
 
 
-def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tuple[int, int], ...]) -> float:
+def _difference(
+    backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tuple[int, int], ...], num_heads: int
+) -> float:
     """Returns the largest difference between the backend's results and PyTorch's, in one layer without a window."""
     spec = KVCacheSpec(
         num_layers=1,
@@ -149,6 +153,6 @@ def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tupl
         is_rounded=needs.is_rounded,
         value_dim=needs.value_dim,
     )
-    trial = AttentionTrial(spec, needs.num_heads, chunks, needs.device)
+    trial = AttentionTrial(spec, num_heads, chunks, needs.device)
     one, other = (trial.prepared(each)()[..., : needs.value_dim].float() for each in (SdpaBackend(), backend))
     return float((one - other).abs().max())

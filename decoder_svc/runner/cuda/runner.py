@@ -34,7 +34,7 @@ from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, within_pool
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.kernels.quantized_layers import quantize_linears
-from lookonce.model.text_support import CHUNKED_TYPE, recurrent_kinds
+from lookonce.model.text_support import CHUNKED_TYPE, query_heads, recurrent_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.model.to(self.device)
         largest, text = self.head_shapes[-1], self.model.config.get_text_config()
         needs = AttentionNeeds(
-            num_heads=text.num_attention_heads,
+            head_counts=query_heads(text),
             num_kv_heads=largest.num_kv_heads,
             head_dim=largest.head_dim,
             dtype=self.model.dtype,

@@ -25,7 +25,7 @@ from decoder_svc.runner.parallel.split_layers import (
 from lookonce.errors import ConfigurationError
 from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.quantized_weight import QuantizedLinear
-from lookonce.model.text_support import head_shape, is_latent, key_sources
+from lookonce.model.text_support import head_shape, is_latent, key_sources, query_heads
 
 # For models for which transformers has no plan. Their layers have the usual names, or the plan does not apply.
 _USUAL_PLAN = {
@@ -80,7 +80,8 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
 
     Raises ConfigurationError if the heads cannot be divided among so many ranks.
     """
-    if getattr(text, "is_heterogeneous", False) or key_sources(text):
+    shapes = {head_shape(text, layer) for layer in range(text.num_hidden_layers)}
+    if len(shapes) > 1 or key_sources(text):
         raise _refusal("layers with different heads, or with keys and values of others, are not split yet")
     if any(getattr(text, "activation_sparsity_pattern", None) or ()):
         raise _refusal("activations that depend on all units of a layer are not split yet")
@@ -91,9 +92,9 @@ def kv_heads_of_rank(text: Any, num_ranks: int) -> int:
     if not any(name.endswith((".k_proj", ".qkv_proj")) and style == "colwise" for name, style in _plan(text).items()):
         # Products are gathered before attention, or attention is whole.
         return num_kv_heads
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(text, name) % num_ranks:
-            raise _refusal(f"{name} is {getattr(text, name)}, which {num_ranks} does not divide")
+    for name, numbers in {"num_attention_heads": query_heads(text), "num_key_value_heads": (num_kv_heads,)}.items():
+        if wrong := [number for number in numbers if number % num_ranks]:
+            raise _refusal(f"{name} is {wrong[0]}, which {num_ranks} does not divide")
     return num_kv_heads // num_ranks
 
 

@@ -8,9 +8,12 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-# Activations are recognised by their values at these points.
+# Activations are recognised by their values at these points, and at powers of two up to the highest: some modules bound
+# their results.
 _PROBE_END = 8.0
 _NUM_PROBES = 1001
+_HIGHEST_POWER = 60
+# Relative to the value if that is larger than 1.
 _TOLERANCE = 1e-5
 
 
@@ -47,12 +50,17 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 def activation_of(module: torch.nn.Module) -> Activation | None:
     """Returns the activation that a module without weights computes, recognised by its values."""
     # Models may be constructed on other devices and in other types, which tensors get by default then.
-    probes = torch.linspace(-_PROBE_END, _PROBE_END, _NUM_PROBES, device="cpu", dtype=torch.float32)
+    where = {"device": "cpu", "dtype": torch.float32}
+    near = torch.linspace(-_PROBE_END, _PROBE_END, _NUM_PROBES, **where)
+    far = 2.0 ** torch.arange(_HIGHEST_POWER + 1, **where)
+    probes = torch.cat([near, far, -far])
     values = output_of(module, probes)
     if values is None or values.shape != probes.shape:
         return None
+    allowed = _TOLERANCE * values.abs().clamp(min=1)
     known = (one for one in Activation if one is not Activation.NONE)
-    return next((one for one in known if (one.function(probes) - values).abs().max() < _TOLERANCE), None)
+    # NaN is no result of an activation.
+    return next((one for one in known if bool(((one.function(probes) - values).abs() < allowed).all())), None)
 
 
 def output_of(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor | None:

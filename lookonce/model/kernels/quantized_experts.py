@@ -32,6 +32,11 @@ _TRIED_SIZES = (0.1, 1.0, 10.0, 100.0, 1000.0)
 _TRIED_EXPERTS, _TRIED_UNITS = 4, 16
 # Largest accepted difference of the results of such a token, relative to their norm.
 _TOLERANCE = 1e-4
+# Properties that transformers' decorator of experts gives to a module, with their values where our kernel computes it.
+_USUAL = {"has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
+# Gates, and values beside them. Twice the largest, which some activations compute, is a number in float32.
+_POWERS = 2.0 ** torch.arange(-21, 127, 3, device="cpu")
+_GATE_PROBES = torch.cat([-_POWERS, torch.zeros(1, device="cpu"), _POWERS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ def experts_of(module: Any) -> ExpertWeights | None:
 
     Such a module has parameters `gate_up_proj` [experts, 2 mlp, hidden], or `up_proj` [experts, mlp, hidden], and
     `down_proj` [experts, hidden, mlp] or their transposes, no biases, and an activation `act_fn` that we know, as most
-    of transformers' mixtures of experts. With random weights, its results are those of such experts.
+    of transformers' mixtures of experts. It multiplies what the activation makes of a gate by the value beside it, and
+    neither bounds nor norms anything. With random weights, its results are those of such experts.
     """
     if isinstance(module, QuantizedExperts):
         return module.weights
@@ -113,7 +119,7 @@ def _weights(module: Any) -> ExpertWeights | None:
     if not (isinstance(first, Tensor) and isinstance(last, Tensor) and first.ndim == last.ndim == 3):
         return None
     activation = activation_of(module.act_fn) if isinstance(getattr(module, "act_fn", None), torch.nn.Module) else None
-    if activation is None:
+    if activation is None or not _has_plain_rule(module, is_gated=is_gated):
         return None
     if getattr(module, "is_transposed", False):
         first, last = first.transpose(1, 2), last.transpose(1, 2)
@@ -185,6 +191,29 @@ def _set_weights(module: Any, first: Tensor, last: Tensor, *, is_gated: bool) ->
     # A dictionary of its own, which a copy of a module shares with it otherwise. Registered parameters would be empty
     # while a model is constructed.
     module._parameters = parameters
+
+
+def _has_plain_rule(module: Any, *, is_gated: bool) -> bool:
+    """Whether experts compute `activation(gate) * value`, whatever the numbers are, and nothing behind the last weight.
+
+    The values of gates are taken from the module's own function for them, over all magnitudes: a bound would show. One
+    trial with random tokens would not reach it. Modules without that function say nothing about their rule.
+    """
+    if any(getattr(module, name, usual) != usual for name, usual in (_USUAL | {"has_gate": is_gated}).items()):
+        return False
+    if not is_gated:
+        return True
+    apply_gate = getattr(module, "_apply_gate", None)
+    if apply_gate is None:
+        return False
+    both = torch.cartesian_prod(_GATE_PROBES, _GATE_PROBES).T.reshape(1, -1)
+    gates, values = both.chunk(2, dim=-1)
+    try:
+        with torch.inference_mode():
+            found, plain = apply_gate(both), module.act_fn(gates) * values
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        return False
+    return bool(torch.equal(found, plain))
 
 
 def quantized_experts(module: Any, bits: int, *, is_lazy: bool = False) -> QuantizedExperts | None:

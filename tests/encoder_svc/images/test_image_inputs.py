@@ -58,6 +58,12 @@ def test_packed_images_of_several_sizes_have_the_rows_that_each_has_alone(vision
         torch.testing.assert_close(rows, model.forward([inputs])[0], rtol=1e-4, atol=1e-4)
 
 
+def test_tiles_that_lie_apart_count_as_pixels() -> None:
+    assert inputs((1, 3, 4, 4)).size_bytes == 3 * 4 * 4 * 4
+    tiled = PixelInputs({"pixel_values": torch.zeros(1, 3, 4, 4), "pixel_values_local": torch.zeros(5, 3, 4, 4)}, 9)
+    assert tiled.size_bytes == 6 * 3 * 4 * 4 * 4
+
+
 def test_rows_of_copies_are_left_out(vision_model: Models) -> None:
     adapter = vision_model("llava_clip").adapter
     image = adapter.pixel_inputs(image_files.noise(1), ProcessorOptions())

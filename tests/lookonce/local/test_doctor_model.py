@@ -144,8 +144,10 @@ def test_recurrent_layers_take_no_keys_and_values(name: str, built: Callable[[st
     assert detail.endswith(f", and {state} per request and per snapshot of {num_recurrent} recurrent layers")
 
 
-def test_the_form_of_quantized_layers_is_told(copied: Callable[..., pathlib.Path]) -> None:
-    path = copied("qwen2_5_vl")
+# Layers alone, and experts.
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_the_form_of_quantized_layers_is_told(name: str, copied: Callable[..., pathlib.Path]) -> None:
+    path = copied(name)
     whole = _examined(path)
     names = store_quantized(path, FORMS["awq"])
     findings = _examined(path)

@@ -150,6 +150,7 @@ def test_a_factor_that_only_some_processors_of_transformers_apply_is_refused(
         ("minicpmv4_6", False, {"downsample_mode": "4x"}, "counts rows for downsample_mode '16x'"),
         ("granite4_vision", False, {"vision_feature_select_strategy": "default"}, "drops a patch"),
         ("muse_glimmer", True, {"merge_size": 1}, "has patch_size, merge_size and temporal_patch_size"),
+        ("muse_spark", True, {"merge_size": 1}, "has patch_size, merge_size and temporal_patch_size"),
         ("llama4", True, {"image_size": 112}, "tiles of 56 × 56 pixels, but its vision tower takes squares of 112"),
         ("llama4", True, {"patch_size": 28}, "gives 4 rows per tile, by .*, but its vision tower gives 1"),
         ("kimi_k25", True, {"merge_kernel_size": [1, 2]}, r"a merge_size of 2, but its .* and merges \[1, 2\]"),

@@ -37,6 +37,8 @@ IN_BOTH = {
 }
 # Beginning of the names of parameters that neither half holds.
 IN_NEITHER = ("model.audio_tower.", "model.embed_audio.")
+# Families with parts of the language model that stay in float32.
+WITH_EXACT_PARTS = ("muse_spark",)
 # Beginning of the names of buffers that are computed from modules of the whole.
 FIXED = "model.fixed_embeddings."
 
@@ -171,7 +173,7 @@ def test_shards_give_the_same_halves(loaded: Loaded, tmp_path: pathlib.Path) -> 
 
 
 # Families whose attention has no rotary positions, and those whose models ignore `tie_word_embeddings`.
-WITHOUT_ROTARY, NEVER_TIED = {"nemotron_h_omni"}, {"cosmos3_edge", "nemotron_h_omni"}
+WITHOUT_ROTARY, NEVER_TIED = {"nemotron_h_omni"}, {"cosmos3_edge", "muse_spark", "nemotron_h_omni"}
 
 
 def test_dtype_is_the_checkpoints_unless_overridden(loaded: Loaded) -> None:
@@ -182,6 +184,10 @@ def test_dtype_is_the_checkpoints_unless_overridden(loaded: Loaded) -> None:
         exact = tuple(model._keep_in_fp32_modules_strict or ())
         others = [tensor for name, tensor in model.named_parameters() if not any(part in name for part in exact)]
         assert {tensor.dtype for tensor in others} == {torch.bfloat16}
+        kept = {name: tensor for name, tensor in tensors(model) if any(part in name for part in exact)}
+        wanted = dict(tensors(loaded.text if half is Half.TEXT else loaded.vision))
+        assert all(tensor.dtype is torch.float32 and torch.equal(tensor, wanted[name]) for name, tensor in kept.items())
+        assert bool(kept) or half is Half.VISION or loaded.name not in WITH_EXACT_PARTS
         # Rotary frequencies must stay in float32; bfloat16 is too coarse.
         rotary = [tensor for name, tensor in model.named_buffers() if "inv_freq" in name]
         assert {tensor.dtype for tensor in rotary} <= {torch.float32}

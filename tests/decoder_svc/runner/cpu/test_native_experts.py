@@ -21,6 +21,7 @@ from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHCon
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend
@@ -51,10 +52,14 @@ def module(
     hidden: int, mlp: int, num_experts: int, dtype: torch.dtype = torch.float32, kind: str = "gated"
 ) -> torch.nn.Module:
     """Returns such a module with random weights."""
-    made = transformers_module(hidden, mlp, num_experts, kind)
+    return filled(transformers_module(hidden, mlp, num_experts, kind), dtype)
+
+
+def filled(made: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Draws the weights of a module and returns it."""
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
-        parameter.data = (torch.randn(parameter.shape, generator=generator) * hidden**-0.5).to(dtype)
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5).to(dtype)
     return made.requires_grad_(False)
 
 
@@ -267,6 +272,43 @@ def test_experts_are_known_before_their_weights_are_loaded(kind: str, is_patched
     assert weights is not None
     assert (weights.num_experts, weights.hidden_size, weights.mlp_size) == (4, 32, 48)
     assert weights.is_gated == (kind != "ungated")
+
+
+def test_experts_that_compute_more_than_gates_are_no_experts_of_the_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the tokens of the trial are: the bound is far above them, and norms and biases are small."""
+
+    def plain() -> Any:
+        return module(32, 32, 4)
+
+    def bounded(limit: float | None) -> Any:
+        sizes = Step3p7TextConfig(hidden_size=32, n_routed_experts=4, moe_intermediate_size=32)
+        return filled(Step3p7Experts(sizes, limit))
+
+    own_rule, flagged = [plain() for _ in range(2)], [plain() for _ in range(4)]
+    own_rule[0]._apply_gate = lambda both: torch.nn.functional.silu(both[:, :32].clamp(max=1e5)) * both[:, 32:]
+    own_rule[1]._apply_gate = None
+    for made, name in zip(flagged, ("has_gate", "has_bias", "has_post_expert_norm", "is_concatenated"), strict=True):
+        setattr(made, name, not getattr(made, name))
+    sizes = MuseSparkTextConfig(moe_hidden_size=32, num_local_experts=4, moe_intermediate_size=32)
+    normed = filled(MuseSparkExperts(sizes))
+    left = [bounded(1e-3), bounded(1e4), bounded(1e37), normed, *own_rule, *flagged]
+    assert [experts_of(each) for each in left] == [None] * len(left)
+    assert replace_experts(torch.nn.Sequential(*left), backend()) == 0
+    assert not caplog.records, "they did not even come to a trial"
+    assert [quantized_experts(each, 8) for each in left] == [None] * len(left)
+    # Without a bound, the rule is the plain one.
+    unbounded = bounded(None)
+    given_tokens = tokens(9, 32, 4, 2)
+    torch.testing.assert_close(native(unbounded)(*given_tokens), unbounded(*given_tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bounded_activation_is_another_one() -> None:
+    made = module(32, 32, 4)
+    made.act_fn = ACT2FN["gelu"]
+    assert experts_of(made) is not None
+    for name in ("gelu_10", "relu6"):
+        made.act_fn = ACT2FN[name]
+        assert experts_of(made) is None
 
 
 def test_other_modules_are_no_experts() -> None:

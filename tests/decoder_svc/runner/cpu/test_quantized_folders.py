@@ -11,7 +11,7 @@ import torch
 
 from decoder_svc.runner.cpu.native_experts import NativeExperts
 from decoder_svc.runner.cpu.native_stack import NativeStack
-from lookonce.errors import ConfigurationError
+from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.model.kernels.native_linear import NativeLinear
 from lookonce.model.kernels.quantized_weight import QuantizedLinear
 from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model
@@ -51,6 +51,32 @@ def test_answers_are_those_of_the_weights_that_codes_stand_for(family: str, form
     found, _, _ = offline.run(replace(expected, runner=runner), max_num_batched_tokens=300)
     assert found == [question.expected for question in expected.questions]
     assert not any(isinstance(module, QuantizedLinear) for module in runner.model.modules())
+
+
+@pytest.mark.parametrize("family", ["muse_spark", "step3p7"])
+def test_layers_beside_experts_that_the_kernel_does_not_know_are_read_as_codes(
+    family: str, tmp_path: pathlib.Path
+) -> None:
+    stored, whole = (FAMILIES[family].build(tmp_path / name) for name in ("stored", "whole"))
+    assert store_quantized(stored, FORMS["awq"], whole, has_whole_experts=True)
+    expected = families.build(FAMILIES[family], whole, 6).offline
+    runner = load(stored, torch.float32)
+    # One layer of Step 3.7 has no bound.
+    assert sum(isinstance(module, NativeExperts) for module in runner.model.modules()) == (family == "step3p7")
+    assert any(
+        isinstance(module, NativeLinear) and module._weights.codes is not None for module in runner.model.modules()
+    )
+    found, _, _ = offline.run(replace(expected, runner=runner), max_num_batched_tokens=300)
+    assert found == [question.expected for question in expected.questions]
+
+
+@pytest.mark.parametrize("family", ["muse_spark"])
+def test_codes_of_experts_that_the_kernel_does_not_know_are_refused(family: str, tmp_path: pathlib.Path) -> None:
+    stored = FAMILIES[family].build(tmp_path)
+    assert store_quantized(stored, FORMS["awq"])
+    with pytest.raises(ModelFolderError, match=r"experts .* are not served: \w+ is not a plain gated MLP") as raised:
+        load(stored, torch.float32)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("form", ["awq", "compressed-int8", "fp8-block"])

@@ -64,16 +64,23 @@ def test_answers_are_those_of_a_model_with_the_rounded_weights(name: str, bits: 
     assert bits == 8 or unrounded != found, "else the weights were not rounded"
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_other_experts_are_refused_by_name(bits: int, tmp_path: pathlib.Path) -> None:
-    FAMILIES["qwen3_vl_moe"].build(tmp_path)
+# Another activation, experts whose outputs are normed, and bounded gates beside a layer without a bound.
+@pytest.mark.parametrize(
+    ("name", "changes", "num_mixtures"),
+    [("qwen3_vl_moe", {"hidden_act": "tanh"}, 0), ("muse_spark", {}, 0), ("step3p7", {}, 1)],
+)
+def test_other_experts_are_refused_by_name(
+    name: str, changes: dict[str, Any], num_mixtures: int, tmp_path: pathlib.Path
+) -> None:
+    FAMILIES[name].build(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["hidden_act"] = "tanh"
+    config["text_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     whole = load(tmp_path, torch.float32)
-    assert not any(isinstance(module, NativeExperts) for module in whole.model.modules())
-    with pytest.raises(ConfigurationError, match=r"quantize is not offered for models with such experts \(layers"):
-        quantizing(whole, bits)
+    assert sum(isinstance(module, NativeExperts) for module in whole.model.modules()) == num_mixtures
+    for bits in (4, 8):
+        with pytest.raises(ConfigurationError, match=r"quantize is not offered for models with such experts \(layers"):
+            quantizing(whole, bits)
 
 
 def test_our_kernel_computes_quantized_layers_though_pytorch_is_faster_with_whole_ones(

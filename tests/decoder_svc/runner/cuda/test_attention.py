@@ -22,7 +22,7 @@ from tests.decoder_svc.runner.cuda.test_flash_attention import FUNCTIONS
 
 TRITON_MODULE = "decoder_svc.runner.cuda.triton_attention"
 NEEDS = AttentionNeeds(
-    num_heads=4,
+    head_counts=(4,),
     num_kv_heads=2,
     head_dim=16,
     dtype=torch.bfloat16,
@@ -44,6 +44,16 @@ class WrongTriton(FakeTriton):
     ) -> torch.Tensor:
         options = replace(options, scale=1.0)
         return super().attend_paged(layer, query, group, step, options)
+
+
+class WrongGroups(FakeTriton):
+    """A kernel that is wrong where three query heads share a head of keys."""
+
+    def attend_paged(
+        self, layer: int, query: torch.Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
+    ) -> torch.Tensor:
+        attended = super().attend_paged(layer, query, group, step, options)
+        return -attended if query.shape[1] == 6 else attended
 
 
 class BrokenTriton(FakeTriton):
@@ -119,6 +129,16 @@ def test_our_kernel_is_chosen_without_flash_attn(
     backend = cuda_attention.cuda_attention(NEEDS)
     assert isinstance(backend, FakeTriton)
     assert backend.num_processors == 132
+
+
+def test_a_kernel_is_tried_with_each_number_of_query_heads(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(flash=False, triton=WrongGroups)
+    assert chosen(replace(NEEDS, head_counts=(4, 8)), caplog)[0] == "triton"
+    name, text = chosen(replace(NEEDS, head_counts=(4, 6)), caplog)
+    assert name == "sdpa"
+    assert "triton differs from PyTorch" in text
 
 
 def test_pytorch_is_chosen_without_both(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from tests.decoder_svc.runner.cuda.fake_cuda import installed
 from tests.decoder_svc.runner.cuda.interpreted_triton import triton_attention, triton_penalties
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
-from tests.tiny_families import FAMILIES, mistral4
+from tests.tiny_families import FAMILIES, mistral4, step3p7
 
 # All questions at once, and some to spare: the fake's attention reads the whole pool for each token of a graph.
 NUM_BLOCKS = 40
@@ -60,6 +60,13 @@ def without_experts(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyP
     """Returns a model with latents that has no experts, which read on the host which tokens they have."""
     monkeypatch.setitem(mistral4.LATENT, "first_k_dense_replace", tiny_models.NUM_LAYERS)
     return families.build(FAMILIES[name], FAMILIES[name].build(folder), 3).offline
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() & {"step3p7"}))
+def test_answers_of_layers_with_different_query_heads_are_the_references(name: str, tmp_path: pathlib.Path) -> None:
+    """Experts read on the host which tokens they have, so this model has none."""
+    step3p7.build_with(tmp_path, 0, {"mlp_layer_types": ["dense"] * step3p7.NUM_LAYERS})
+    check(families.build(FAMILIES[name], tmp_path, 3).offline, set())
 
 
 def check(

@@ -30,13 +30,17 @@ def built(family: str, tmp_path: pathlib.Path, form: str = "awq", *, vision: boo
 
 
 # Families whose quantized experts are refused, with the reason.
-REFUSED = {"ernie4_5_vl_moe": "is merged with others"}
+REFUSED = {"ernie4_5_vl_moe": "is merged with others", "muse_spark": "MuseSparkExperts is none of the MLPs"}
+# Layers of a file that predict further tokens, which are not loaded.
+NOT_LOADED = {"step3p7": ".layers.4."}
 
 
 # Names in the file are those of transformers 4 in some families.
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_each_stored_layer_of_a_family_is_found(family: str, tmp_path: pathlib.Path) -> None:
-    names = built(family, tmp_path, "compressed-int8")
+    stored_names = built(family, tmp_path, "compressed-int8")
+    names = [name for name in stored_names if NOT_LOADED.get(family, "nowhere") not in name]
+    assert (len(names) < len(stored_names)) == (family in NOT_LOADED)
     if family in REFUSED:
         with pytest.raises(ModelFolderError, match=f"{REFUSED[family]}; use the unquantized model"):
             load_text_half(tmp_path / "stored", torch.float32, "eager", keep_codes=True)
