@@ -11,9 +11,19 @@ import pytest
 import yaml
 
 from lookonce.model.adapter_folder import named_folders
-from tests.k8s.manifests import DECODER, ENCODER, container, names, parsed_settings, pod
+from tests.k8s.manifests import DECODER, ENCODER, RANK, container, names, parsed_settings, pod, pods
 from tests.k8s.render import Manifest
-from tests.k8s.variants import ADAPTERS, K8S, PROD_ALL, Variant, build, rendered, skip_without_tool, write_overlay
+from tests.k8s.variants import (
+    ADAPTERS,
+    K8S,
+    LEADER_WORKER_SET_PROD,
+    PROD_ALL,
+    Variant,
+    build,
+    rendered,
+    skip_without_tool,
+    write_overlay,
+)
 
 _COMMENT = (K8S / "components/adapters/kustomization.yaml").read_text("utf-8")
 
@@ -32,6 +42,13 @@ def test_decoders_alone_mount_the_claim_and_cannot_write_to_it(variant: Variant)
     assert claim["readOnly"]
     assert _mount(manifests)["readOnly"]
     assert "adapters" not in {one["name"] for one in pod(manifests, ENCODER.name)["volumes"]}
+
+
+def test_ranks_mount_no_adapters_because_their_leader_sends_them() -> None:
+    manifests = rendered(LEADER_WORKER_SET_PROD)
+    volumes = {name: {one["name"] for one in pods(manifests)[name]["volumes"]} for name in (DECODER.name, RANK)}
+    assert "adapters" in volumes[DECODER.name]
+    assert "adapters" not in volumes[RANK]
 
 
 def test_the_component_alone_serves_the_base_model() -> None:

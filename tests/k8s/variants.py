@@ -97,6 +97,7 @@ LEADER_WORKER_SET_PROD = Variant(
         "gateway",
         "gateway/mtls",
         "networkpolicy/gateway",
+        "adapters",
         "leaderworkerset",
         "networkpolicy/ranks",
     ),
