@@ -438,8 +438,8 @@ class ModelRunnerBase(ABC):
                 if describes_prompts:
                     note_prompt_logprobs(hidden, chunks, self.batch, self.language.logits_of)
         if rows:
-            # If a hidden state is not a number, no logit of it is one.
-            are_nan = self.transfer.fetch(logits[:, 0].isnan())
+            # If a hidden state is not a number, no logit of it is one. Where steps overlap, it would take another copy.
+            are_nan = None if self.overlaps_steps else self.transfer.fetch(logits[:, 0].isnan())
             sample = launch_sample(self.sampler, logits, rows, masks(), likeliest)
             step.add(sample, flat.sampled_ids, rows, are_nan, embeddings)
 

@@ -78,7 +78,6 @@ async def test_answers_are_those_of_one_process(settings: dict[str, Any]) -> Non
     ("settings", "reason"),
     [
         ({"engine": "thread"}, "needs an engine process"),
-        ({"adapters": "one=/nowhere"}, "not offered with adapters"),
         ({"tensor_parallel_size": 3}, "num_attention_heads is 4, which 3 does not divide"),
         # It would take minutes to start so many first.
         ({"tensor_parallel_size": 64}, "num_attention_heads is 4, which 64 does not divide"),

@@ -44,7 +44,7 @@ class PendingStep:
     """The tokens of a step that was launched. The step before it must have given its tokens first."""
 
     def __init__(self) -> None:
-        self._passes: list[tuple[PendingSample, list[_PendingTokens], Callable[[], Tensor]]] = []
+        self._passes: list[tuple[PendingSample, list[_PendingTokens], Callable[[], Tensor] | None]] = []
         self._num_sampled = 0
         # Whether the next step can be launched before this one has given its tokens.
         self.may_run_ahead = True
@@ -59,13 +59,13 @@ class PendingStep:
         sample: PendingSample,
         request_ids: Sequence[RequestId],
         rows: Sequence[RequestRow],
-        are_nan: Callable[[], Tensor],
+        are_nan: Callable[[], Tensor] | None,
         embeddings: Mapping[RequestId, Tensor] | None = None,
     ) -> None:
         """Adds a forward pass with these requests: each of them expects a token from now on, except with drafts.
 
-        `are_nan` waits for the device, and returns whether the logits of each sampled token are NaN. `embeddings` come
-        with the tokens of their requests.
+        `are_nan` waits for the device, and returns whether the logits of each sampled token are NaN; None: it is not
+        known. `embeddings` come with the tokens of their requests.
         """
         pending = []
         for request_id, row in zip(request_ids, rows, strict=True):
@@ -89,9 +89,10 @@ class PendingStep:
 
 
 def _taken(
-    sample: PendingSample, pending: Sequence[_PendingTokens], are_nan: Callable[[], Tensor]
+    sample: PendingSample, pending: Sequence[_PendingTokens], are_nan: Callable[[], Tensor] | None
 ) -> list[SampledToken]:
-    sampled, nan = sample.result(), are_nan().tolist()
+    sampled = sample.result()
+    nan = [False] * len(sampled.token_ids) if are_nan is None else are_nan().tolist()
     token_ids, logprobs = sampled.token_ids, sampled.logprobs
     tokens: list[SampledToken] = []
     stop = 0
