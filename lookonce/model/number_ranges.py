@@ -94,13 +94,12 @@ class _Range:
 def check_config_numbers(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     """Checks the numbers in config.json. `path` is that of its folder.
 
-    Raises ModelFolderError for one that no model has, for a layer of the tower that is not there, and for a half that
-    is null.
+    Raises ModelFolderError for one that no model has, for a layer of the tower that is not there, and for a text half
+    that is null.
     """
-    for part in ("text_config", "vision_config"):
-        if part in config and config[part] is None:
-            # transformers would build a whole model of its default sizes.
-            raise _error(path, f"{part} is null")
+    if "text_config" in config and config["text_config"] is None:
+        # transformers would build a whole model of its default sizes.
+        raise _error(path, "text_config is null")
     for where, name, number in _numbers(config, ""):
         allowed = _range_of(name)
         if allowed is not None and not allowed.has(number):

@@ -35,7 +35,8 @@ from tests.tiny_families import FAMILIES
 # attention, feature levels (without a plan of transformers), a window, text that is scaled and soft-capped, and a
 # language model with a head of its own.
 SPLIT_IN_TWO = (
-    "llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision", "lfm3_vl", "llama4",
+    "llava_clip", "glm46v", "qwen3_vl_moe", "aria", "qwen3_5", "qwen3_vl", "gemma3", "aya_vision", "lfm2_vl", "lfm3_vl",
+    "llama4",
 )  # fmt: skip
 SPLIT_IN_THREE = ("llava_clip", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 

@@ -37,9 +37,15 @@ _USUAL_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# Layers that transformers' plan for this type of text models leaves out: MLPs without gates, shared experts, and the
+# Layers that the plan for this type of text models leaves out: other names, MLPs without gates, shared experts, and the
 # gates of heads.
 _ADDED_PLANS = {
+    "lfm2": {
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+    },
     "lfm3": {"layers.*.self_attn.g_proj": "colwise"},
     "nemotron_h": {
         f"layers.*.mixer{path}.{name}": style

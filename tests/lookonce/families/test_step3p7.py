@@ -43,7 +43,7 @@ Folders = Callable[[str], pathlib.Path]
         (CONFIG, {"swiglu_limits_shared": [0, 0, -2, 0]}, "swiglu_limits_shared .* must be numbers ≥ 0, not -2"),
         (CONFIG, {"swiglu_limits": [0, float("nan"), 0, 0]}, "swiglu_limits .* must be numbers ≥ 0, not nan"),
         (CONFIG, {"num_experts_per_tok": 5}, r"between 1 and n_routed_experts \(4\), not 5"),
-        (CONFIG, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar .* must be a number > 0, not 0"),
+        (CONFIG, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number > 0, not 0"),
         (CONFIG, {"num_sliding_attention_heads": 0}, "num_sliding_attention_heads must be a number from 1"),
         (CONFIG, {"per_layer_config": {"1": {"head_dim": 32}}}, "layers that differ in head_dim, which is not served"),
         (CONFIG, {"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "layers that differ in num_key_value_heads"),

@@ -33,7 +33,6 @@ IMAGES = FOLDER / "preprocessor_config.json"
         ({"text_config": {"rope_parameters": {"partial_rotary_factor": 2}}}, "a number > 0 and ≤ 1, not 2"),
         ({"text_config": {"per_layer_config": {"3": {"head_dim": 0}}}}, "per_layer_config.3.head_dim must be a number"),
         ({"text_config": None}, "text_config is null; download config.json again"),
-        ({"vision_config": None}, "vision_config is null"),
         ({"image_token_id": -1}, "image_token_id must be the id of a token, not -1"),
     ],
 )

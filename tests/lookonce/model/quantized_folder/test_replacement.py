@@ -30,7 +30,10 @@ def built(family: str, tmp_path: pathlib.Path, form: str = "awq", *, vision: boo
 
 
 # Families whose quantized experts are refused, with the reason.
-REFUSED = {"ernie4_5_vl_moe": "is merged with others", "muse_spark": "MuseSparkExperts is none of the MLPs"}
+REFUSED = {
+    "ernie4_5_vl_moe": "is merged with others",
+    "muse_spark": "MuseSparkExperts is none of the MLPs that the kernels compute",
+}
 # Layers of a file that predict further tokens, which are not loaded.
 NOT_LOADED = {"step3p7": ".layers.4."}
 
