@@ -10,7 +10,7 @@ from torch import Tensor
 from decoder_svc.runner.adapters.low_rank import LowRank
 from decoder_svc.runner.attention import forward_context
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.parallel.messages import Allocate, Forward, Head, Matrices, Place, Step, received
+from decoder_svc.runner.parallel.messages import AdapterMatrices, Allocate, Forward, Head, PlaceAdapter, Step, received
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.step_metadata import PreparedInputs
 
@@ -38,9 +38,9 @@ class RankSteps:
                 if isinstance(message, Allocate):
                     sizes = message.num_blocks, message.num_sliding_blocks, message.num_snapshots
                     self._runner.initialize_kv_cache(*sizes)
-                elif isinstance(message, Matrices):
+                elif isinstance(message, AdapterMatrices):
                     self._matrices[message.name] = LowRank(message.down.tensor(), message.up.tensor())
-                elif isinstance(message, Place):
+                elif isinstance(message, PlaceAdapter):
                     self._place(message)
                 elif isinstance(message, Step):
                     self._compute(message)
@@ -50,7 +50,7 @@ class RankSteps:
                     self._group.send_from_first([hidden])
                     self._runner.language.logits_of(hidden)
 
-    def _place(self, place: Place) -> None:
+    def _place(self, place: PlaceAdapter) -> None:
         assert self._runner.adapters is not None, "rank 0 tells of adapters"
         self._runner.adapters.follow(place.slot, self._matrices if place.is_there else None)
         self._matrices.clear()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from decoder_svc.scheduling.prompt import Prompt
-from decoder_svc.scheduling.speculation import SpeculationLimits
 from tests import tiny_models
 from tests.parity import families, offline
+from tests.parity.ways import check_in_all_ways
 from tests.tiny_families import FAMILIES, llama4
 
 NUM_PROMPTS, NUM_ANSWER_TOKENS = 4, 60
@@ -48,19 +48,7 @@ def test_answers_are_those_of_generate(seed: int, name: str, tmp_path: pathlib.P
     llama4.build_with(tmp_path, seed, text_settings(rng))
     family = families.build(FAMILIES[name], tmp_path, NUM_PROMPTS)
     model = family.offline.with_block_size(rng.choice((2, 8, 16)))
-    prompts = [question.prompt for question in model.questions]
-    expected = [question.expected for question in model.questions]
-    drafts = SpeculationLimits(rng.randint(1, 4))
-    options: list[dict[str, Any]] = [
-        {}, {"max_num_batched_tokens": rng.randint(5, 40)}, {"deterministic": True}, {"speculation": drafts}
-    ]  # fmt: skip
-    for each in options:
-        session = offline.Session(model, **each)
-        assert session.ask(prompts).token_ids == expected
-        # Again, with what the caches hold.
-        again = session.ask(prompts[::-1])
-        assert again.token_ids == expected[::-1]
-        assert sum(request.usage.cached_prompt_tokens > 0 for request in again.requests) >= NUM_PROMPTS // 2
+    check_in_all_ways(model, rng)
     _check_text(model, rng)
 
 

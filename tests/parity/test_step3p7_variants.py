@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from decoder_svc.runner.cpu.native_experts import NativeExperts
-from decoder_svc.scheduling.speculation import SpeculationLimits
 from tests.parity import families, offline
+from tests.parity.ways import check_in_all_ways
 from tests.tiny_families import FAMILIES, step3p7
 
 NUM_PROMPTS = 4
@@ -60,17 +60,7 @@ def test_answers_are_those_of_generate(seed: int, name: str, tmp_path: pathlib.P
     for layer, kind, is_unbounded in zip(layers, settings["mlp_layer_types"], _unbounded(settings), strict=True):
         if kind == "sparse":
             assert isinstance(layer.mlp.experts, NativeExperts) == is_unbounded
-    prompts = [question.prompt for question in model.questions]
-    expected = [question.expected for question in model.questions]
-    drafts = SpeculationLimits(rng.randint(1, 4))
-    options: list[dict[str, Any]] = [
-        {}, {"max_num_batched_tokens": rng.randint(5, 40)}, {"deterministic": True}, {"speculation": drafts}
-    ]  # fmt: skip
-    for each in options:
-        session = offline.Session(model, **each)
-        assert session.ask(prompts).token_ids == expected
-        # Again, with what the caches hold.
-        assert session.ask(prompts[::-1]).token_ids == expected[::-1]
+    check_in_all_ways(model, rng)
 
 
 def _unbounded(settings: dict[str, Any]) -> list[bool]:

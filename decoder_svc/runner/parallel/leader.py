@@ -17,13 +17,13 @@ from decoder_svc.runner.adapters.low_rank import LowRank
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.parallel.messages import (
+    AdapterMatrices,
     Allocate,
     Forward,
     Head,
-    Matrices,
     Matrix,
     Message,
-    Place,
+    PlaceAdapter,
     Step,
     encoded,
 )
@@ -54,8 +54,8 @@ class Leader:
     def place_adapter(self, slot: int, low_ranks: Mapping[str, LowRank] | None) -> None:
         """Adds an adapter on all other ranks, or takes one away."""
         for name, low_rank in (low_ranks or {}).items():
-            self._tell(Matrices(name, Matrix.of(low_rank.down), Matrix.of(low_rank.up)))
-        self._tell(Place(slot, low_ranks is not None))
+            self._tell(AdapterMatrices(name, Matrix.of(low_rank.down), Matrix.of(low_rank.up)))
+        self._tell(PlaceAdapter(slot, low_ranks is not None))
 
     def begin_step(self, flat: FlatInputs, adapted: tuple[AdaptedTokens, ...], *, has_images: bool) -> None:
         """Begins a step on all other ranks. `has_images`: rows of images will take the place of embeddings."""

@@ -1,12 +1,12 @@
 """The messages between the ranks of a split model: MessagePack with the type of each message.
 
-rank 0 -> each other   Start       who it is, and what it loads; it answers Loaded once it has its part of the model
-                       Allocate    it makes its pools
-                       Matrices    it keeps what an adapter adds to one linear layer
-                       Place       it adds the matrices since the last Place to its layers, as one adapter
-                       Step        it looks the tokens of a step up
-                       Forward     it computes the layers for these tokens
-                       Head        it computes its part of the logits of hidden states
+rank 0 -> each other   Start            who it is, and what it loads; it answers Loaded when it has its part
+                       Allocate         it makes its pools
+                       AdapterMatrices  it keeps what an adapter adds to one linear layer
+                       PlaceAdapter     it adds the matrices that it keeps to its layers, as one adapter
+                       Step             it looks the tokens of a step up
+                       Forward          it computes the layers for these tokens
+                       Head             it computes its part of the logits of hidden states
 
 Between Start and Loaded, the ranks meet (meeting_store.py): a rank sends Tell and Ask, which rank 0 answers by Told,
 and Met at the end.
@@ -105,7 +105,7 @@ class Matrix(msgspec.Struct, frozen=True):
         return torch.frombuffer(bytearray(self.numbers), dtype=torch.float32).view(self.num_rows, -1)
 
 
-class Matrices(msgspec.Struct, tag=True):
+class AdapterMatrices(msgspec.Struct, tag=True):
     """The matrices that an adapter adds to a linear layer (LowRank), whole."""
 
     # The layer's name in the text model.
@@ -114,7 +114,7 @@ class Matrices(msgspec.Struct, tag=True):
     up: Matrix
 
 
-class Place(msgspec.Struct, tag=True):
+class PlaceAdapter(msgspec.Struct, tag=True):
     """An adapter has a slot from now on, or none has."""
 
     slot: int
@@ -146,7 +146,7 @@ class Head(msgspec.Struct, tag=True):
     num_rows: int
 
 
-Message = Start | Tell | Ask | Told | Met | Loaded | Allocate | Matrices | Place | Step | Forward | Head
+Message = Start | Tell | Ask | Told | Met | Loaded | Allocate | AdapterMatrices | PlaceAdapter | Step | Forward | Head
 
 
 def encoded(message: Message) -> bytes:
