@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 _STEP_WEIGHT = 0.1
 # Time without a message after which live requests that wait for nothing are restarted, seconds.
 _STALL_S = 2.0
+_NAN = "the model computed NaN: its weights or those of the adapter may be damaged"
 _NO_ADAPTER = "the adapter was unloaded; retry on another replica"
 
 
@@ -405,7 +406,7 @@ class StepLoop:
             # It may have ended before this step was settled, or with this token.
             is_live = self._scheduler.abort(request_id) is not None
             if is_live or any(update.request.request_id == request_id for update in updates):
-                self._outbox.append((request_id, InternalError(f"the model computed no number, incident {incident}")))
+                self._outbox.append((request_id, InternalError(f"{_NAN}, incident {incident}")))
         self._scheduler.kv_cache.reset_prefix_cache()
         return [update for update in updates if update.request.request_id not in broken]
 

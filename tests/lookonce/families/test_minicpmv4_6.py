@@ -111,7 +111,7 @@ def test_a_merger_behind_no_layer_is_refused(changed: Changed, insert_layer_id: 
     ("settings", "named"),
     [
         ({"max_slice_nums": 10**6}, "max_slice_nums of the image processor must be a number from 0 to 64"),
-        ({"scale_resolution": 10**9}, "scale_resolution of the image processor must be a number from 1 to 8192"),
+        ({"scale_resolution": 10**9}, "scale_resolution of the image processor must be a number from 1 to 8,192"),
         ({"scale_resolution": float("nan")}, "not nan"),
     ],
 )
