@@ -148,11 +148,11 @@ def simulated_cuda() -> Iterator[Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     # The folder into which `make venv` installs Triton.
     sys.path.append(str(pathlib.Path(sys.prefix) / "triton"))
-    from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties
+    from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_penalties, triton_writes
     from lookonce.model.kernels import triton_rowwise
     from tests.decoder_svc.runner.cuda.fake_cuda import installed
 
-    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise, triton_writes) as cuda:
         yield cuda
 
 

@@ -89,8 +89,6 @@ class ModelRunnerBase(ABC):
     # Whether the engine launches a step while the one before it runs. True where `launch` returns before the device is
     # done, and the device computes steps in the order in which they were launched.
     overlaps_steps: bool = False
-    # Whether it looks for NaN in the logits of each step. On a device, that is one more copy to the host.
-    finds_nan: bool = True
     # Whether the device computes recurrent layers, such as those of Qwen3.5, LFM2 and Nemotron-H.
     serves_recurrent_layers: bool = False
     # Whether the device computes a part of a model, beside other processes with theirs (runner/parallel).
@@ -440,10 +438,8 @@ class ModelRunnerBase(ABC):
                 if describes_prompts:
                     note_prompt_logprobs(hidden, chunks, self.batch, self.language.logits_of)
         if rows:
-            # If a hidden state is not a number, no logit of it is one.
-            are_nan = self.transfer.fetch(logits[:, 0].isnan()) if self.finds_nan else None
             sample = launch_sample(self.sampler, logits, rows, masks(), likeliest)
-            step.add(sample, flat.sampled_ids, rows, are_nan, embeddings)
+            step.add(sample, flat.sampled_ids, rows, embeddings)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""

@@ -107,7 +107,9 @@ class NativeSampler:
         )
         found = [[token_id for token_id in of_row if token_id >= 0] for of_row in likeliest_ids.tolist()]
         logprobs = _listed(of_rows["num_logprobs"], ids, numbers)
-        sampled = SampledRows(chosen.tolist(), logprobs, likeliest=found)
+        # If a hidden state is NaN, no logit of it is a number.
+        nan = tuple(np.flatnonzero(np.isnan(logits[:, 0].numpy())).tolist())
+        sampled = SampledRows(chosen.tolist(), logprobs, nan=nan, likeliest=found)
         # Penalties and masks need the tokens before them.
         return PendingSample(chosen, not held, lambda: sampled)
 

@@ -55,7 +55,6 @@ class GPUModelRunner(ModelRunnerBase):
 
     # Kernels and copies of a step are submitted to one stream.
     overlaps_steps = True
-    finds_nan = False
     serves_recurrent_layers = True
 
     def _cache_device_properties(self) -> None:

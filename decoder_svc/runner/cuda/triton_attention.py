@@ -27,7 +27,6 @@ from torch import Tensor
 from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.kernel_steps import MAX_NARROW_TOKENS
 from decoder_svc.runner.cuda.paged_backend import LayerPools, PagedBackend
-from decoder_svc.runner.cuda.triton_rounding import write_rounded
 from decoder_svc.runner.cuda.triton_splits import (
     StepShape,
     divided,
@@ -39,6 +38,7 @@ from decoder_svc.runner.cuda.triton_splits import (
     starts_of,
 )
 from decoder_svc.runner.cuda.triton_walks import walk, walk_latents, walk_rounded
+from decoder_svc.runner.cuda.triton_writes import write
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
@@ -226,10 +226,7 @@ class TritonBackend(PagedBackend):
         self._scales, self._value_dims = [], {}
 
     def _write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        if self._scales:
-            write_rounded(key, value, slots, self.pools_of(layer))
-        else:
-            super()._write(layer, key, value, slots)
+        write(key, value, slots, self.pools_of(layer), self._value_dims.get(layer, key.shape[2]))
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions

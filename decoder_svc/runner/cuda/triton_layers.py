@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decoder_svc.runner.cuda.paged_backend import LayerPools
-from decoder_svc.runner.cuda.triton_rounding import codes_of, scale_of
+from decoder_svc.runner.cuda.triton_writes import are_finite, codes_of, scale_of
 
 
 @triton.jit
@@ -45,15 +45,23 @@ def _turned(one, other, cosine, sine, SIGN: tl.constexpr):
 
 
 @triton.jit
-def _write_head(pool, scales, place, first, second, columns, is_column, HALF: tl.constexpr, IS_ROUNDED: tl.constexpr):
-    """Writes one head's key or value, given in halves, to its place in a pool: its elements, or codes and a scale."""
+def _write_head(
+    pool, scales, place, first, second, is_number, instead, columns, is_column,
+    HALF: tl.constexpr, IS_ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Writes one head's key or value, given in halves, to its place in a pool: its elements, or codes and a scale.
+
+    If some element is no finite number, another one is written instead; see `triton_writes.py`.
+    """
     target = pool + place * 2 * HALF + columns
     if IS_ROUNDED:
-        first, second = first.to(tl.float32), second.to(tl.float32)
-        one, other = tl.abs(first), tl.abs(second)
-        scale, factor = scale_of(tl.maximum(tl.max(one, 0), tl.max(other, 0)), tl.sum(one, 0) + tl.sum(other, 0))
-        tl.store(scales + place, scale)
+        first = tl.where(is_number, first, 0.0).to(tl.float32)
+        second = tl.where(is_number, second, 0.0).to(tl.float32)
+        scale, factor = scale_of(tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0)))
+        tl.store(scales + place, tl.where(is_number, scale, instead))
         first, second = codes_of(first, factor), codes_of(second, factor)
+    else:
+        first, second = tl.where(is_number, first, instead), tl.where(is_number, second, instead)
     tl.store(target, first, mask=is_column)
     tl.store(target + HALF, second, mask=is_column)
 
@@ -75,7 +83,11 @@ def _rotate_write(
     second = tl.load(source + HALF, mask=is_column, other=0.0)
     place = tl.load(slots + token) * NUM_KV_HEADS + head - NUM_HEADS
     if head >= NUM_HEADS + NUM_KV_HEADS:
-        _write_head(values, value_scales, place - NUM_KV_HEADS, first, second, columns, is_column, HALF, IS_ROUNDED)
+        is_number = are_finite(first) & are_finite(second)
+        _write_head(
+            values, value_scales, place - NUM_KV_HEADS, first, second, is_number, 0.0, columns, is_column,
+            HALF, IS_ROUNDED,
+        )  # fmt: skip
     else:
         if HAS_NORMS:
             if head >= NUM_HEADS:
@@ -92,7 +104,13 @@ def _rotate_write(
             tl.load(sines + HALF + angles, mask=is_column, other=0.0), 1,
         )  # fmt: skip
         if head >= NUM_HEADS:
-            _write_head(keys, key_scales, place, turned, second, columns, is_column, HALF, IS_ROUNDED)
+            value = source + NUM_KV_HEADS * head_dim
+            is_number = are_finite(tl.load(value, mask=is_column, other=0.0))
+            is_number = is_number & are_finite(tl.load(value + HALF, mask=is_column, other=0.0))
+            is_number = is_number & are_finite(turned) & are_finite(second)
+            _write_head(
+                keys, key_scales, place, turned, second, is_number, float("nan"), columns, is_column, HALF, IS_ROUNDED
+            )
         else:
             target = query + (token * NUM_HEADS + head) * head_dim + columns
             tl.store(target, turned, mask=is_column)

@@ -24,6 +24,7 @@ from decoder_svc.runner.graphs.state_inputs import StateInputs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
+from decoder_svc.runner.sampling.sampler import likeliest_ids
 from decoder_svc.runner.state_step import PoolSizes
 
 _SMALL_SIZES = (1, 2, 4)
@@ -64,7 +65,7 @@ class Decoded:
 
     # [num_rows, vocab].
     logits: Tensor
-    # Ids of the largest logits, [num_rows].
+    # Those of `likeliest_ids`, [num_rows].
     likeliest: Tensor
 
 
@@ -115,7 +116,7 @@ class SharedOutput:
         num_rows = len(logits)
         held = Decoded(self._decoded.logits[:num_rows], self._decoded.likeliest[:num_rows])
         held.logits.copy_(logits)
-        torch.argmax(logits, dim=-1, out=held.likeliest)
+        likeliest_ids(logits, out=held.likeliest)
         return held
 
 

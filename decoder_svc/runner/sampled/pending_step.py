@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class PendingStep:
     """The tokens of a step that was launched. The step before it must have given its tokens first."""
 
     def __init__(self) -> None:
-        self._passes: list[tuple[PendingSample, list[_PendingTokens], Callable[[], Tensor] | None]] = []
+        self._passes: list[tuple[PendingSample, list[_PendingTokens]]] = []
         self._num_sampled = 0
         # Whether the next step can be launched before this one has given its tokens.
         self.may_run_ahead = True
@@ -52,20 +52,18 @@ class PendingStep:
     @property
     def sampled_ids(self) -> list[Tensor]:
         """The sampled ids of each forward pass, on the device."""
-        return [sample.token_ids for sample, _, _ in self._passes]
+        return [sample.token_ids for sample, _ in self._passes]
 
     def add(
         self,
         sample: PendingSample,
         request_ids: Sequence[RequestId],
         rows: Sequence[RequestRow],
-        are_nan: Callable[[], Tensor] | None,
         embeddings: Mapping[RequestId, Tensor] | None = None,
     ) -> None:
         """Adds a forward pass with these requests: each of them expects a token from now on, except with drafts.
 
-        `are_nan` waits for the device, and returns whether the logits of each sampled token are NaN; None: it is not
-        known. `embeddings` come with the tokens of their requests.
+        `embeddings` come with the tokens of their requests.
         """
         pending = []
         for request_id, row in zip(request_ids, rows, strict=True):
@@ -76,7 +74,7 @@ class PendingStep:
             self._num_sampled += 1 + len(row.draft_ids)
             self.may_run_ahead &= index is not None
         self.may_run_ahead &= sample.may_run_ahead
-        self._passes.append((sample, pending, are_nan))
+        self._passes.append((sample, pending))
 
     def tokens(self) -> list[SampledToken]:
         """Waits for the device and returns the sampled tokens, in order. Call it once.
@@ -88,11 +86,8 @@ class PendingStep:
             return [token for each in self._passes for token in _taken(*each)]
 
 
-def _taken(
-    sample: PendingSample, pending: Sequence[_PendingTokens], are_nan: Callable[[], Tensor] | None
-) -> list[SampledToken]:
+def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[SampledToken]:
     sampled = sample.result()
-    nan = [False] * len(sampled.token_ids) if are_nan is None else are_nan().tolist()
     token_ids, logprobs = sampled.token_ids, sampled.logprobs
     tokens: list[SampledToken] = []
     stop = 0
@@ -106,7 +101,7 @@ def _taken(
                     each.request_id,
                     token_ids[place],
                     each.described(logprobs[place]) if place == first else logprobs[place],
-                    is_nan=nan[place],
+                    is_nan=place in sampled.nan,
                 )
                 for place in taken
             ]
@@ -117,5 +112,6 @@ def _taken(
             else:
                 row.learn(each.index, token_ids[first])
             described = each.described(logprobs[first])
-            tokens.append(SampledToken(each.request_id, token_ids[first], described, is_corrected, nan[first]))
+            is_nan = first in sampled.nan
+            tokens.append(SampledToken(each.request_id, token_ids[first], described, is_corrected, is_nan))
     return tokens

@@ -23,8 +23,8 @@ from decoder_svc.runner.sampling.sample_row import SampleRow
 from decoder_svc.runner.sampling.sampling_batch import DrawGroup, SamplingBatch, stage_batch
 from decoder_svc.scheduling.request_output import TokenLogprobs
 
-# The token of a row whose draw lies beyond the sorted tokens.
-_BEYOND = -1
+# The token of a row whose draw lies beyond the sorted tokens, and of a row whose logits are NaN.
+_BEYOND, _NAN = -1, -2
 # Bounds a uniform number, so that its product with a sum is below the sum after rounding.
 _LARGEST_UNIFORM = 1 - 2**-40
 
@@ -35,8 +35,9 @@ class SampledRows(NamedTuple):
     token_ids: list[int]
     # None for a row that did not ask.
     logprobs: list[TokenLogprobs | None]
-    # Rows whose draw was repeated.
+    # Rows whose draw was repeated, and rows whose logits are NaN. These have any token.
     repeated: tuple[int, ...] = ()
+    nan: tuple[int, ...] = ()
     # The likeliest tokens of each row that asked for them, fewer where others are excluded; empty if no row asked.
     likeliest: Sequence[Sequence[int]] = ()
 
@@ -45,7 +46,8 @@ class SampledRows(NamedTuple):
 class PendingSample:
     """The sampled tokens of a step's rows, which the device may not have computed yet."""
 
-    # Ids on the device, int64 [num_rows]. A row whose draw has to be repeated has another id of the vocabulary.
+    # Ids on the device, int64 [num_rows]. A row whose draw has to be repeated has another id of the vocabulary, and so
+    # has a row whose logits are NaN.
     token_ids: Tensor
     # Whether the next tokens of the same requests can be sampled before the host knows these. Masks need the ids on the
     # host, and so do penalties whose counts the host keeps.
@@ -65,10 +67,23 @@ class TokenSampler(Protocol):
     def launch(self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None) -> PendingSample:
         """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
-        `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already. Log probabilities are
-        those of the raw logits. Get the result before the next `launch`, unless it says `may_run_ahead`.
+        `likeliest` are those of `likeliest_ids`, if they are known already. Log probabilities are those of the raw
+        logits. Get the result before the next `launch`, unless it says `may_run_ahead`.
         """
         ...
+
+
+def likeliest_ids(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns the ids of the largest logits, int64 `[num_rows]`, in `out` if it is given; negative for a row of NaN."""
+    return _with_nan(torch.argmax(logits, dim=-1, out=out), logits)
+
+
+def _with_nan(ids: Tensor, logits: Tensor) -> Tensor:
+    """Replaces the ids of rows whose logits are NaN. So the host gets to know them with the ids, without a copy more.
+
+    If a hidden state is NaN, no logit of it is a number.
+    """
+    return ids.masked_fill_(logits[:, 0].isnan(), _NAN)
 
 
 def _fetched(values: Tensor) -> Callable[[], Tensor]:
@@ -100,8 +115,8 @@ class Sampler:
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
-        `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already.
-        Log probabilities are those of the raw logits. Everything is computed on the logits' device.
+        `likeliest` are those of `likeliest_ids`, if they are known already. Log probabilities are those of the raw
+        logits. Everything is computed on the logits' device.
         """
         sampled = self.launch(logits, rows, likeliest).result()
         return sampled.token_ids, sampled.logprobs
@@ -116,21 +131,21 @@ class Sampler:
         is_plain = not batch.changes_logits and not masked
         if likeliest is not None and not batch.groups and is_plain and batch.asking is None:
             # The memory of `likeliest` may be a graph's, which the next step overwrites.
-            chosen = likeliest.clone()
-            return PendingSample(chosen, True, functools.partial(_finished, self.fetch(chosen), None, batch))
+            chosen = likeliest.clamp(min=0)
+            return PendingSample(chosen, True, functools.partial(_finished, self.fetch(likeliest), None, batch))
         may_repeat = any(group.has_open_rows for group in batch.groups)
         penalised = self.penalties.apply(logits, rows, batch) if batch.penalised else None
+        raw = logits
         if penalised is None or masked or batch.asking is not None:
             # A repeated draw needs the logits, whose memory may be a graph's, too.
             logits = logits.to(torch.float32, copy=may_repeat and likeliest is not None)
         adjusted = _adjusted(logits, penalised, batch)
         if masked:
             adjusted = self._masked(adjusted, logits, rows, masked)
-        chosen = self._chosen(adjusted, rows, batch, likeliest if is_plain else None)
-        ids = self.fetch(chosen)
+        noted = _with_nan(self._chosen(adjusted, rows, batch, likeliest if is_plain else None), raw)
+        ids = self.fetch(noted)
         may_run_ahead = not masked and (penalised is None or penalised.may_run_ahead)
-        if may_repeat:
-            chosen = chosen.clamp(min=0)
+        chosen = noted.clamp(min=0)
         if penalised is not None:
             penalised.count(chosen)
         logprobs = None if batch.asking is None else self.fetch(_logprobs(logits, chosen, batch))
@@ -139,18 +154,18 @@ class Sampler:
             # The result holds no logits, so the next step can use their memory.
             finish = functools.partial(_finished, ids, logprobs, batch)
             return PendingSample(chosen, may_run_ahead, finish)
-        raw = None if batch.asking is None else logits
+        asked = None if batch.asking is None else logits
         forget = None if penalised is None else penalised.forget
 
         def result() -> SampledRows:
-            token_ids: list[int] = ids().tolist()
+            token_ids, nan = _ids_and_nan(ids())
             repeated = self._repeat(token_ids, adjusted, rows)
             numbers = logprobs
             if repeated and forget is not None:
                 forget(repeated)
-            if repeated and raw is not None:
-                numbers = self.fetch(_logprobs(raw, self.move(torch.tensor(token_ids)), batch))
-            return SampledRows(token_ids, _listed(numbers, batch), repeated)
+            if repeated and asked is not None:
+                numbers = self.fetch(_logprobs(asked, self.move(torch.tensor(token_ids)), batch))
+            return SampledRows(token_ids, _listed(numbers, batch), repeated, nan)
 
         return PendingSample(chosen, may_run_ahead, result)
 
@@ -240,8 +255,17 @@ def unpacked_masks(masks: Tensor, vocab: int) -> Tensor:
 
 
 def _finished(ids: Callable[[], Tensor], logprobs: Callable[[], Tensor] | None, batch: SamplingBatch) -> SampledRows:
-    token_ids: list[int] = ids().tolist()
-    return SampledRows(token_ids, _listed(logprobs, batch))
+    token_ids, nan = _ids_and_nan(ids())
+    return SampledRows(token_ids, _listed(logprobs, batch), nan=nan)
+
+
+def _ids_and_nan(noted: Tensor) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the ids and the rows whose logits are NaN, which get the id 0."""
+    token_ids: list[int] = noted.tolist()
+    if _NAN not in token_ids:
+        return token_ids, ()
+    nan = tuple(index for index, token_id in enumerate(token_ids) if token_id == _NAN)
+    return [0 if token_id == _NAN else token_id for token_id in token_ids], nan
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Tensor:

@@ -267,3 +267,29 @@ def any_step(
         return given(cases)(test)
 
     return decorate
+
+
+def check_a_wrong_number(
+    backend: Callable[[], AttentionBackend],
+    sizes: Sizes,
+    dtype: torch.dtype,
+    part: str,
+    wrong: float,
+    window: Window | None,
+) -> None:
+    """Has a token with a key or a value that is no finite number reach the tokens that see it, and no others.
+
+    A weight of 0 would not hide it from the tokens before it, whose blocks other requests may share.
+    """
+    options, place = LayerOptions(0.3, window), 9
+    chunks = [Chunk(30, 0, 0, 30), Chunk(12, 0, 0, 12)]
+    clean, spoilt = (Step(chunks, sizes, 4, dtype, backend=backend) for _ in range(2))
+    getattr(spoilt.contents[0], part)[place, :, 3] = wrong
+    expected, found = clean.run(options), spoilt.run(options)
+    size = sizes.value_dim
+    shows = [window is None or token - place < window.size for token in range(place, 30)]
+    is_nan = found[0][..., :size].isnan().flatten(1)
+    assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False] * place + shows
+    kept = ~is_nan.any(1)
+    assert torch.equal(found[0][kept][..., :size], expected[0][kept][..., :size])
+    assert torch.equal(found[1][..., :size], expected[1][..., :size])

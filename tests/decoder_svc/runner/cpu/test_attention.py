@@ -21,7 +21,15 @@ from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.window import Window
 from lookonce.model.kernels.native_library import library_of_level, load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
-from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
+from tests.decoder_svc.runner.attention_step import (
+    LAYER,
+    Sizes,
+    Step,
+    StepCase,
+    any_step,
+    check_a_wrong_number,
+    chunk_of_a_prompt,
+)
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -310,16 +318,4 @@ def test_pytorch_is_used_without_a_writable_cache(monkeypatch: pytest.MonkeyPatc
 def test_a_token_that_is_no_number_reaches_the_tokens_that_see_it_and_no_others(
     dtype: torch.dtype, wrong: float, part: str, sizes: Sizes, window: Window | None
 ) -> None:
-    """A weight of 0 would not hide it from the tokens before it, whose blocks other requests may share."""
-    options, place = LayerOptions(0.3, window), 9
-    chunks = [Chunk(30, 0, 0, 30), Chunk(12, 0, 0, 12)]
-    clean, spoilt = (Step(chunks, sizes, 4, dtype, backend=Native) for _ in range(2))
-    getattr(spoilt.contents[0], part)[place, :, 3] = wrong
-    expected, found = clean.run(options), spoilt.run(options)
-    size = sizes.value_dim
-    sees = [window is None or token - place < window.size for token in range(place, 30)]
-    is_nan = found[0][..., :size].isnan().flatten(1)
-    assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False] * place + sees
-    kept = ~is_nan.any(1)
-    assert torch.equal(found[0][kept][..., :size], expected[0][kept][..., :size])
-    assert torch.equal(found[1][..., :size], expected[1][..., :size])
+    check_a_wrong_number(Native, sizes, dtype, part, wrong, window)

@@ -21,8 +21,8 @@ from decoder_svc.runner.cuda import (
     triton_penalties,
     triton_quantized,
     triton_recurrent,
-    triton_rounding,
     triton_splits,
+    triton_writes,
 )
 from decoder_svc.runner.cuda.triton_attention import Tile, latent_tile_of, tile_of
 from encoder_svc.vision import rotary_kernel, varlen_kernel
@@ -291,8 +291,11 @@ def _layer_sources() -> Iterator[Any]:
         yield _source(triton_layers._rotate_write, heads | kinds, slots="*i64")
         pools = dict.fromkeys(("keys", "values"), "*i8") | dict.fromkeys(("key_scales", "value_scales"), "*fp32")
         yield _source(triton_layers._rotate_write, heads | kinds | {"IS_ROUNDED": True}, slots="*i64", **pools)
-    sizes = {"NUM_KV_HEADS": 8, "HEAD_DIM": 80, "PADDED_DIM": 128}
-    yield _source(triton_rounding._write, sizes, slots="*i64", codes="*i8", scales="*fp32")
+    rows = dict.fromkeys(("key_row", "key_head", "value_row", "value_head"), "i32")
+    sizes = {"NUM_KV_HEADS": 8, "HEAD_DIM": 80, "PADDED_DIM": 128, "VALUE_DIM": 80, "IS_ROUNDED": False}
+    yield _source(triton_writes._write, sizes, slots="*i64", **rows)
+    yield _source(triton_writes._write, sizes | {"VALUE_DIM": 64}, slots="*i64", **rows)
+    yield _source(triton_writes._write, sizes | {"IS_ROUNDED": True}, slots="*i64", **rows, **pools)
     yield _source(triton_rowwise._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
 
 

@@ -39,6 +39,7 @@ from decoder_svc.runner.cuda import (  # noqa: E402
     triton_quantized,
     triton_recurrent,
     triton_splits,
+    triton_writes,
 )
 from decoder_svc.runner.cuda.triton_attention import Tile, TritonBackend, latent_tile_of, tile_of  # noqa: E402
 from lookonce.model.kernels import triton_rowwise  # noqa: E402
@@ -242,4 +243,5 @@ __all__ = [
     "triton_recurrent",
     "triton_rowwise",
     "triton_splits",
+    "triton_writes",
 ]

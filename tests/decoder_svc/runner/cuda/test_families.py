@@ -13,7 +13,7 @@ import torch
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from tests import tiny_models
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
-from tests.decoder_svc.runner.cuda.interpreted_triton import triton_attention, triton_penalties
+from tests.decoder_svc.runner.cuda.interpreted_triton import triton_attention, triton_penalties, triton_writes
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES, mistral4, step3p7
@@ -52,7 +52,7 @@ def test_our_kernel_gives_the_references_answers_from_latents(
 ) -> None:
     """Steps take up to a second in the interpreter, so there are few of them, and few graphs."""
     family = without_experts(name, tmp_path, monkeypatch)
-    modules = (triton_attention, triton_penalties)
+    modules = (triton_attention, triton_penalties, triton_writes)
     check(family, set(), modules, num_questions=1, max_num_seqs=1, max_num_batched_tokens=32, max_tokens=3)
 
 

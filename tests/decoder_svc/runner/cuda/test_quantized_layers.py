@@ -30,6 +30,7 @@ from tests.decoder_svc.runner.cuda.interpreted_triton import (
     triton_penalties,
     triton_quantized,
     triton_rowwise,
+    triton_writes,
 )
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
@@ -42,7 +43,9 @@ NUM_TOKENS = 3
 @contextlib.contextmanager
 def cuda() -> Iterator[FakeCuda]:
     num_threads = torch.get_num_threads()
-    with installed(triton_attention, triton_layers, triton_penalties, triton_quantized, triton_rowwise) as fake:
+    with installed(
+        triton_attention, triton_layers, triton_penalties, triton_quantized, triton_rowwise, triton_writes
+    ) as fake:
         yield fake
     torch.set_num_threads(num_threads)
 

@@ -15,7 +15,12 @@ from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.embedding_meta import RowDtype
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
-from tests.decoder_svc.runner.cuda.interpreted_triton import triton_attention, triton_penalties, triton_recurrent
+from tests.decoder_svc.runner.cuda.interpreted_triton import (
+    triton_attention,
+    triton_penalties,
+    triton_recurrent,
+    triton_writes,
+)
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
 from tests.parity.test_family_conformance import RECURRENT
@@ -85,7 +90,7 @@ def check_with_kernels(family: offline.OfflineModel, monkeypatch: pytest.MonkeyP
     questions = short_questions(family)
     expected = [question.expected[:NUM_TOKENS] for question in questions]
     prompts = [question.prompt for question in questions]
-    with installed(triton_attention, triton_penalties, triton_recurrent) as cuda:
+    with installed(triton_attention, triton_penalties, triton_recurrent, triton_writes) as cuda:
         session, runner = session_of(family, use_graphs=True)
         assert runner.recurrent is not None
         assert runner.recurrent.have_kernels
@@ -148,7 +153,7 @@ def check_refusal(kernel: str, family: offline.OfflineModel, caplog: pytest.LogC
     """Asserts that a wrong convolution, or a recurrence that fails, is not used, and that the log says why."""
     num_threads = torch.get_num_threads()
     with (
-        installed(triton_attention, triton_penalties, triton_recurrent),
+        installed(triton_attention, triton_penalties, triton_recurrent, triton_writes),
         caplog.at_level(logging.WARNING),
         # Undone before the simulated device puts the real kernels back.
         pytest.MonkeyPatch.context() as monkeypatch,
@@ -172,7 +177,7 @@ def check_refusal(kernel: str, family: offline.OfflineModel, caplog: pytest.LogC
 def test_nothing_is_compiled_while_serving(tiny_family: TinyFamily) -> None:
     num_threads = torch.get_num_threads()
     family = tiny_family("qwen3_5").offline
-    with installed(triton_attention, triton_penalties, triton_recurrent) as cuda:
+    with installed(triton_attention, triton_penalties, triton_recurrent, triton_writes) as cuda:
         config = replace(family.runner.config, max_num_seqs=2, use_graphs=False)
         runner = GPUModelRunner(config, family.runner.family)
         runner.profile_run(WorstCase(4, 2, 4, 0, 0, 1, RowDtype.FLOAT32))

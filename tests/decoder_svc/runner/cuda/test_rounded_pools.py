@@ -13,8 +13,9 @@ from torch import Tensor
 from benchmarks import gpu_checks
 from decoder_svc.runner.attention import AttentionMetadata, LayerOptions, SdpaBackend
 from decoder_svc.runner.kv_cache_spec import KVCacheSpec
+from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk
-from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step
+from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, check_a_wrong_number
 from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, SOME, TritonBackend
 from tests.decoder_svc.runner.rounded_numbers import check_rounded, codes_of, scales_of
 
@@ -69,6 +70,12 @@ def test_a_number_that_is_none_stays_in_its_sequence() -> None:
     assert torch.equal(outputs[0][:, 2:], wanted[0][:, 2:])
     for output, want in zip(outputs[1:], wanted[1:], strict=True):
         assert torch.equal(output, want)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_token_that_is_no_number_reaches_the_tokens_that_see_it_and_no_others(wrong: float, part: str) -> None:
+    check_a_wrong_number(Rounded, Sizes(16, 2, 2, 16), torch.float32, part, wrong, Window(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

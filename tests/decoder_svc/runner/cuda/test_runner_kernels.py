@@ -22,6 +22,7 @@ from tests.decoder_svc.runner.cuda.interpreted_triton import (
     triton_layers,
     triton_penalties,
     triton_rowwise,
+    triton_writes,
 )
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
@@ -39,7 +40,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
 def test_answers_are_the_references(reference: offline.OfflineModel) -> None:
     num_threads = torch.get_num_threads()
     config = replace(reference.runner.config, max_num_seqs=2, max_num_batched_tokens=16)
-    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise, triton_writes) as cuda:
         model = replace(reference, runner=GPUModelRunner(config, reference.runner.family))
         assert isinstance(model.runner.backend, TritonBackend)
         assert type(model.runner.get_model().model.language_model).__name__ == "FusedStack"
@@ -65,7 +66,7 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(
     num_threads = torch.get_num_threads()
     family = tiny_family(name).offline
     config = replace(family.runner.config, max_num_seqs=2, max_num_batched_tokens=16, use_graphs=use_graphs)
-    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise, triton_writes) as cuda:
         model = replace(family, runner=GPUModelRunner(config, family.runner.family))
         assert type(model.runner.get_model().model.language_model).__name__ == "FusedStack"
         session = offline.Session(model, num_blocks=200, max_num_batched_tokens=16 if use_graphs else 2048)
@@ -89,7 +90,7 @@ def test_nothing_is_compiled_while_serving(name: str, tiny_family: Callable[[str
     num_threads = torch.get_num_threads()
     family = tiny_family(name).offline
     config = replace(family.runner.config, max_num_seqs=2, use_graphs=False)
-    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise) as cuda:
+    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise, triton_writes) as cuda:
         model = replace(family, runner=GPUModelRunner(config, family.runner.family))
         model.runner.profile_run(WorstCase(4, 2, 4, 0, 0, 1, RowDtype.FLOAT32))
         compiled = set(cuda.device.variants)
@@ -110,7 +111,10 @@ def test_a_stack_with_other_results_is_not_used(
 ) -> None:
     num_threads = torch.get_num_threads()
     config = replace(reference.runner.config, max_num_seqs=2, max_num_batched_tokens=16, use_graphs=False)
-    with installed(triton_attention, triton_layers, triton_penalties, triton_rowwise), caplog.at_level(logging.INFO):
+    with (
+        installed(triton_attention, triton_layers, triton_penalties, triton_rowwise, triton_writes),
+        caplog.at_level(logging.INFO),
+    ):
         right = triton_rowwise.gated
         monkeypatch.setattr(fused_stack, "gated", lambda merged: right(merged) * 1.01)
         runner = GPUModelRunner(config, reference.runner.family)

@@ -16,7 +16,16 @@ from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.window import Window
 from tests.decoder_svc.runner.attention_reference import Chunk
-from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
+from tests.decoder_svc.runner.attention_step import (
+    OPTIONS,
+    SEEDS,
+    SIZES,
+    Sizes,
+    Step,
+    StepCase,
+    any_step,
+    check_a_wrong_number,
+)
 from tests.decoder_svc.runner.cuda.interpreted_triton import (
     COMPILED_FOLDER,
     FEW,
@@ -127,6 +136,16 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     step = Step([decode(50)], Sizes(16, 1, 2, 64), 1, torch.float32, backend=functools.partial(interpreted, SOME))
     step.contents[0].query.mul_(1e3)
     step.check(LayerOptions(1.0))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 2, 2, 16), Sizes(4, 1, 6, 40, 20)], ids=["values", "latents"])
+@pytest.mark.parametrize("window", [None, Window(5)])
+def test_a_token_that_is_no_number_reaches_the_tokens_that_see_it_and_no_others(
+    wrong: float, part: str, sizes: Sizes, window: Window | None
+) -> None:
+    check_a_wrong_number(interpreted, sizes, torch.float32, part, wrong, window)
 
 
 def result_of_the_first(chunks: list[Chunk], num_processors: int = SOME) -> torch.Tensor:

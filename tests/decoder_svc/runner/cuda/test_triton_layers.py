@@ -66,6 +66,11 @@ def test_rounded_pools_get_the_codes_of_what_others_get(dtype: torch.dtype, has_
         (plain.values, rounded.values, rounded.value_scales),
     ):
         torch.testing.assert_close(scales, scales_of(pool)[..., 0], equal_nan=True)
-        assert ((codes.int() - codes_of(pool).int()).abs() <= 1).all()
-        assert (codes != codes_of(pool)).float().mean() < 0.01
-    assert rounded.value_scales.isnan().sum() == 1
+        # Codes under a scale of NaN do not matter.
+        differences = (codes.int() - codes_of(pool).int())[scales.isfinite()].abs()
+        assert differences.max() <= 1
+        assert differences.float().mean() < 0.01
+    # A value that is no number makes the key NaN, and is 0 itself.
+    assert rounded.key_scales.isnan().nonzero().tolist() == [[2, 3, 1]]
+    assert rounded.value_scales.isfinite().all()
+    assert not plain.values.flatten(0, 1)[11, 1].any()

@@ -195,8 +195,7 @@ class Served:
         ]
         logits = torch.stack([logits for row in rows for logits in self._logits(row)])
         likeliest = logits.float().argmax(1) if self._rng.random() < 0.5 else None
-        are_nan = logits[:, 0].isnan()
-        step.add(self._sampler.launch(logits, samples, likeliest), names, rows, lambda: are_nan)
+        step.add(self._sampler.launch(logits, samples, likeliest), names, rows)
         # The memory of logits is used again.
         logits.fill_(torch.nan)
 

@@ -532,3 +532,23 @@ def test_huge_logits_have_exact_log_probabilities() -> None:
     logits = torch.tensor([[1e30] * 8, [1e30, -1e30] * 4])
     reports = sample(logits, [row(SamplingParams(logprobs=2))] * 2)[1]
     assert [report.top[0][1] for report in reports if report is not None] == pytest.approx([-math.log(8), -math.log(4)])
+
+
+@pytest.mark.parametrize("gives_likeliest", [False, True])
+def test_rows_of_nan_are_noted_and_have_an_id_of_the_vocabulary_on_the_device(gives_likeliest: bool) -> None:
+    logits = LOGITS.repeat(6, 1)
+    broken = (1, 2, 5)
+    logits[list(broken)] = torch.nan
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, seed=1)
+    penalised = SamplingParams(temperature=0.5, seed=2, repetition_penalty=1.2, top_k=3, logprobs=2)
+    for kinds in ([greedy], [drawn], [penalised], [greedy, drawn], [drawn, greedy, penalised]):
+        rows = [row(kinds[index % len(kinds)]) for index in range(6)]
+        likeliest = sampler.likeliest_ids(logits) if gives_likeliest else None
+        pending = SAMPLERS[current]().launch(logits, rows, likeliest)
+        found = pending.result()
+        assert found.nan == broken
+        assert all(0 <= token_id < 5 for token_id in pending.token_ids.tolist() + found.token_ids)
+        others = [index for index in range(6) if index not in broken]
+        wanted = SAMPLERS[current]().launch(LOGITS.repeat(6, 1), rows).result()
+        assert [found.token_ids[index] for index in others] == [wanted.token_ids[index] for index in others]
+        assert [found.logprobs[index] for index in others] == [wanted.logprobs[index] for index in others]
