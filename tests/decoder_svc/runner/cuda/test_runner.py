@@ -200,6 +200,37 @@ def test_a_step_waits_for_the_device_only_for_its_tokens(
     assert num_steady > 3
 
 
+@pytest.mark.parametrize("params", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_tokens_of_nan_are_noted(
+    model: offline.OfflineModel, params: SamplingParams | None, use_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head spoils one step of each answer. The ids that the device keeps are of the vocabulary all the same."""
+    model.runner.config = replace(model.runner.config, use_graphs=use_graphs)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS)
+    model.runner.capture_model()
+    assert (model.runner.graphs is not None) == use_graphs
+    execute, table = model.runner.execute_model, model.runner.get_model().get_input_embeddings().weight
+    whole, found, spoilt_step = table.clone(), [], 3
+
+    def noted(step: SchedulerOutput) -> list[SampledToken]:
+        with torch.inference_mode():
+            table.fill_(torch.nan) if len(session.steps) == spoilt_step else table.copy_(whole)
+        tokens = execute(step)
+        found.append([token.is_nan for token in tokens])
+        assert all(0 <= token.token_id < len(table) for token in tokens)
+        return tokens
+
+    monkeypatch.setattr(model.runner, "execute_model", noted)
+    try:
+        session.ask([model.questions[0].prompt], params=params)
+    finally:
+        with torch.inference_mode():
+            table.copy_(whole)
+    # The later tokens see the keys of the spoilt step.
+    assert found[: spoilt_step + 2] == [[False], [False], [True], [True], [True]]
+
+
 def test_rows_are_copied_without_waiting(model: offline.OfflineModel, cuda: FakeCuda) -> None:
     put = model.runner.put_rows
     kinds: set[str] = set()
