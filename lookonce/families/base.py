@@ -377,6 +377,8 @@ class Family:
     # Maps the configuration to the modules beside the language model that embed some tokens instead of its table: a
     # module's name in the inner model, and the ids of its tokens. A module takes them as `input_ids`.
     embedders: Callable[[Any], Mapping[str, range]] = _no_embedders
+    # Maps the configuration to the ids of tokens that the model embeds as token 0 where they have no row.
+    ids_embedded_as_0: Callable[[Any], tuple[int, ...]] = _no_ids
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
     # Maps an image's number among the images of its prompt, counted from 0, to the text before its expansion.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 from lookonce.families.sizing import MAX_ASPECT
@@ -46,6 +48,12 @@ def _refusal(source: FamilySource) -> str | None:
     return None
 
 
+def _placeholders(config: Any) -> tuple[int, ...]:
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    found = (getattr(config, name, None) for name in names)
+    return tuple(token_id for token_id in found if token_id is not None)
+
+
 FAMILY = Family(
     title="Muse Glimmer",
     model_type="muse_glimmer",
@@ -54,6 +62,7 @@ FAMILY = Family(
     inputs=("pixel_values", "image_grid_thw"),
     # The norm behind the projection uses the language model's epsilon.
     text_settings=lambda config: {"rms_norm_eps": config.text_config.rms_norm_eps},
+    ids_embedded_as_0=_placeholders,
     needs_torchvision=True,
     refusal=_refusal,
 )

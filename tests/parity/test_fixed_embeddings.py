@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from tests.tiny_families import FAMILIES
 HEAD, TABLE = "lm_head.weight", "model.language_model.embed_tokens.weight"
 MAX_NEW_TOKENS = 12
 
-pytestmark = pytest.mark.parametrize("name", ["gemma3n"])
+FAMILIES_WITH_EMBEDDERS = pytest.mark.parametrize("name", ["gemma3n"])
 
 
 def fixed_ids(config: Any) -> list[int]:
@@ -47,6 +46,7 @@ def embedded_by(whole: Any, ids: torch.Tensor) -> dict[str, Any]:
     return noted[0]
 
 
+@FAMILIES_WITH_EMBEDDERS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_token_is_embedded_as_in_the_whole_model(
     name: str, dtype: torch.dtype, tiny_family: Callable[[str], families.Conformance]
@@ -70,6 +70,24 @@ def test_every_token_is_embedded_as_in_the_whole_model(
     assert others == fixed_ids(whole.config)
 
 
+def generated(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
+    expected = []
+    for prompt in prompts:
+        given = torch.tensor([prompt])
+        limits = {"max_new_tokens": MAX_NEW_TOKENS, "min_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
+        with torch.inference_mode():
+            output = reference.generate(given, attention_mask=torch.ones_like(given), **limits)
+        expected.append(output[0, len(prompt) :].tolist())
+    return expected
+
+
+def check_answers(model: offline.OfflineModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    for budget in (2048, 3):
+        session = offline.Session(model, max_num_batched_tokens=budget)
+        asked = session.ask([Prompt(tuple(prompt)) for prompt in prompts], max_tokens=MAX_NEW_TOKENS)
+        assert asked.token_ids == expected
+
+
 def build(folder: pathlib.Path, name: str, *, is_tied: bool) -> None:
     """Writes a folder of a model whose answers have such tokens again and again."""
     FAMILIES[name].build(folder)
@@ -87,6 +105,7 @@ def build(folder: pathlib.Path, name: str, *, is_tied: bool) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+@FAMILIES_WITH_EMBEDDERS
 @pytest.mark.parametrize(("is_tied", "bits"), [(False, None), (False, 8), (True, None)])
 def test_they_may_be_in_answers_and_in_prompts_without_an_image(
     name: str, is_tied: bool, bits: int | None, tmp_path: pathlib.Path
@@ -99,17 +118,23 @@ def test_they_may_be_in_answers_and_in_prompts_without_an_image(
     reference = tiny_models.load_model(tmp_path)
     fixed = fixed_ids(reference.config)
     prompts = [[2, 300, 301, token_id, 302, *fixed, 303 + token_id % 50] for token_id in fixed]
-    expected = []
-    for prompt in prompts:
-        given = torch.tensor([prompt])
-        limits = {"max_new_tokens": MAX_NEW_TOKENS, "min_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
-        with torch.inference_mode():
-            output = reference.generate(given, attention_mask=torch.ones_like(given), **limits)
-        expected.append(output[0, len(prompt) :].tolist())
+    expected = generated(reference, prompts)
     assert len({token_id for answer in expected for token_id in answer} & set(fixed)) > 1
     assert all(set(answer) & set(fixed) for answer in expected)
-    ask = functools.partial(offline.Session, replace(plain, runner=runner))
-    for budget in (2048, 3):
-        session = ask(max_num_batched_tokens=budget)
-        asked = session.ask([Prompt(tuple(prompt)) for prompt in prompts], max_tokens=MAX_NEW_TOKENS)
-        assert asked.token_ids == expected
+    check_answers(replace(plain, runner=runner), prompts, expected)
+
+
+@pytest.mark.parametrize("name", ["muse_glimmer", "muse_spark"])
+def test_placeholders_without_an_image_are_embedded_as_token_0(
+    name: str, tiny_family: Callable[[str], families.Conformance]
+) -> None:
+    model = tiny_family(name).offline
+    reference = tiny_models.load_model(model.runner.config.folder)
+    config = reference.config
+    placeholders = (config.image_token_id, config.video_token_id)
+    prompts = [[3, 300, token_id, 301, token_id, token_id, 302] for token_id in (*placeholders, 0)]
+    expected = generated(reference, prompts)
+    assert expected[0] == expected[1] == expected[2]
+    others = generated(reference, [[3, 300, 5, 301, 5, 5, 302]])
+    assert others != expected[:1], "the token matters"
+    check_answers(model, prompts, expected)

@@ -2,7 +2,7 @@
 
 Gemma 3n embeds the markers of images and of sound by modules beside its language model, one of which stands behind
 every image. For a token id, such a module gives the same row each time. The text half therefore keeps the rows of these
-ids, and not the modules.
+ids, and not the modules. Muse Glimmer embeds a placeholder without an image as token 0.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ def embedders(config: Any) -> Mapping[str, range]:
 
 
 def fix_embeddings(model: Any) -> None:
-    """Computes what the embedders of a loaded text half give for their ids, and replaces them by the rows."""
-    ids_of = sorted(embedders(model.config).items(), key=lambda item: item[1].start)
-    if not ids_of:
-        return
-    parts = []
-    for name, ids in ids_of:
+    """Computes what a loaded text half gives for these ids, and replaces embedders by the rows."""
+    rows: dict[int, Tensor] = {}
+    for name, ids in embedders(model.config).items():
         with torch.no_grad():
-            parts.append(getattr(model.model, name)(input_ids=torch.tensor(ids)))
+            rows |= zip(ids, getattr(model.model, name)(input_ids=torch.tensor(ids)), strict=True)
         setattr(model.model, name, torch.nn.Module())
-    all_ids = torch.tensor([token_id for _, ids in ids_of for token_id in ids])
-    setattr(model.model, _NAME, FixedEmbeddings(all_ids, torch.cat(parts).to(model.dtype)))
+    family = FAMILIES.get(model.config.model_type)
+    for token_id in () if family is None else family.ids_embedded_as_0(model.config):
+        with torch.no_grad():
+            (rows[token_id],) = model.get_input_embeddings()(torch.zeros(1, dtype=torch.int64))
+    if rows:
+        all_ids = torch.tensor(sorted(rows))
+        all_rows = torch.stack([rows[token_id] for token_id in sorted(rows)])
+        setattr(model.model, _NAME, FixedEmbeddings(all_ids, all_rows.to(model.dtype)))
 
 
 def fixed_embeddings(model: Any) -> FixedEmbeddings | None:
