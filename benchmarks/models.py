@@ -18,7 +18,6 @@ from typing import Any
 import safetensors.torch
 import tokenizers
 import torch
-import torch.nn.functional as F
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -29,8 +28,6 @@ _FOLDER = pathlib.Path(__file__).parents[1] / "build/benchmark-models/2"
 _SEED = 20261121
 _TOKENIZER_SIZE = 1024
 _LANGUAGE_LAYER = re.compile(r"language_model.*\.layers\..*_proj\.weight$")
-# Outputs and inputs that share a scale where weights are stored as float8.
-_BLOCK = 128
 
 _LLAVA_SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
 _LLAVA_TEMPLATE = (
@@ -62,9 +59,9 @@ def small_llava(dtype: torch.dtype = torch.bfloat16) -> pathlib.Path:
     return _built(f"small-llava-{name}", functools.partial(_build_small_llava, dtype))
 
 
-def stored_as_float8(folder: pathlib.Path) -> pathlib.Path:
-    """Returns a copy of a model whose language model is stored as float8, with scales of 128 × 128 weights."""
-    return _built(f"{folder.name}-float8", functools.partial(_store_as_float8, folder))
+def stored_as(folder: pathlib.Path, form: str) -> pathlib.Path:
+    """Returns a copy of a model whose language model is stored in one of `PUBLISHED_FORMS`, without the head."""
+    return _built(f"{folder.name}-{form}", functools.partial(_store_as, folder, form))
 
 
 def large_image_qwen2_vl(max_rows: int = 8687) -> pathlib.Path:
@@ -85,22 +82,18 @@ def kv_token_bytes(folder: pathlib.Path) -> int:
     return int(text.num_hidden_layers * 2 * text.num_key_value_heads * head_dim * config.dtype.itemsize)
 
 
-def _store_as_float8(source: pathlib.Path, folder: pathlib.Path) -> None:
+def _store_as(source: pathlib.Path, form: str, folder: pathlib.Path) -> None:
+    from tests.quantized_folders import PUBLISHED_FORMS
+
     shutil.copytree(source, folder, dirs_exist_ok=True)
     (file,) = folder.glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
     for name in [name for name in tensors if _LANGUAGE_LAYER.search(name)]:
-        weight = tensors.pop(name).float()
-        rows, columns = (-(-size // _BLOCK) for size in weight.shape)
-        wide = F.pad(weight, (0, columns * _BLOCK - weight.shape[1], 0, rows * _BLOCK - weight.shape[0]))
-        blocks = wide.unflatten(0, (rows, _BLOCK)).unflatten(2, (columns, _BLOCK))
-        scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        codes = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
-        tensors[name] = codes[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn).contiguous()
-        tensors[f"{name}_scale_inv"] = scales
+        parts, _ = PUBLISHED_FORMS[form].store(tensors.pop(name).float(), 0)
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor.contiguous() for part, tensor in parts.items()}
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_BLOCK, _BLOCK]}
+    config["quantization_config"] = dict(PUBLISHED_FORMS[form].entry)
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -1,6 +1,6 @@
 """How fast are decode steps with weights of 8 and 4 bits? `--help` lists the options.
 
-The runner alone decodes the same batches with whole weights, with rounded ones and with those of a folder of float8, in
+The runner alone decodes the same batches with whole weights, with rounded ones and with those of quantized folders, in
 turns.
 """
 
@@ -21,6 +21,8 @@ _CONTEXT = 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BITS = (None, 8, 4)
 _WHOLE = "whole"
+# Of `PUBLISHED_FORMS`.
+_FORMATS = ("AWQ", "GPTQ", "W4A16", "W8A16", "W8A8", "float8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8, help="per round (default: %(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(_DTYPES))
+    parser.add_argument("--formats", nargs="*", default=list(_FORMATS), choices=_FORMATS, help="of quantized folders")
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     if arguments.quick:
@@ -64,7 +67,8 @@ def _cells(dtype: str, arguments: argparse.Namespace) -> list[Cell]:
         )
         for bits in _BITS
     }
-    forms["float8"] = RunnerSteps(models.stored_as_float8(folder), _DTYPES[dtype], most, num_tokens)
+    for form in arguments.formats:
+        forms[form] = RunnerSteps(models.stored_as(folder, form), _DTYPES[dtype], most, num_tokens)
     weight_bytes = {form: bench.ours.weight_bytes for form, bench in forms.items()}
     cells = []
     for batch in arguments.batches:
@@ -97,12 +101,13 @@ def section(cells: Sequence[Cell]) -> str:
     ]
     head = ["dtype", "batch", "weights", "memory", "step", "whole ÷ step", "least … most"]
     return (
-        f"## {_NAME}\n\nHow fast are decode steps with weights of 8 and 4 bits: `--quantize`, and a folder of float8 "
-        "with scales of 128 × 128 weights? Goals in bfloat16: 1.7 (int8) and 2.5 (int4) with one request, 1.0 with "
-        f"32.\n\n{report.table(head, rows)}\n\n"
+        f"## {_NAME}\n\nHow fast are decode steps with weights of 8 and 4 bits: `--quantize` (int8, int4), and folders: "
+        "AWQ, GPTQ and compressed-tensors with groups of 64 inputs (W4A16, W8A16) or a scale for each output (W8A8), and "
+        "float8 with scales of 128 × 128 weights? Goals in bfloat16: 1.7 (int8) and 2.5 (int4) with one request, 1.0 "
+        f"with 32.\n\n{report.table(head, rows)}\n\n"
         f"Context {_CONTEXT}; {len(cells[0].steps_s[_WHOLE])} interleaved rounds, medians. The memory includes the "
         "embedding table, which stays whole. The output head gets 8 bits with `--quantize`, and "
-        "is whole with float8."
+        "is whole in the folders."
     )
 
 

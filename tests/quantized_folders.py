@@ -164,10 +164,14 @@ def _float8(scale_of: Callable[[Tensor], Tensor], name: str, entry: Mapping[str,
     return StoredForm(entry, store)
 
 
-def _blocks(sizes: Tensor) -> Tensor:
-    rows, columns = -sizes.shape[0] % 32, -sizes.shape[1] % 32
-    blocks = torch.nn.functional.pad(sizes, (0, columns, 0, rows)).unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
-    return blocks.amax(dim=(1, 3))
+def _float8_blocks(size: int) -> StoredForm:
+    def scale_of(sizes: Tensor) -> Tensor:
+        rows, columns = -sizes.shape[0] % size, -sizes.shape[1] % size
+        blocks = torch.nn.functional.pad(sizes, (0, columns, 0, rows)).unflatten(0, (-1, size)).unflatten(2, (-1, size))
+        return blocks.amax(dim=(1, 3))
+
+    entry = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [size, size]}
+    return _float8(scale_of, "weight_scale_inv", entry)
 
 
 FORMS: dict[str, StoredForm] = {
@@ -186,9 +190,16 @@ FORMS: dict[str, StoredForm] = {
         _compressed("float-quantized", {"type": "float", "strategy": "channel"}),
     ),
     "fp8-tensor": _float8(lambda sizes: sizes.amax().reshape(1), "weight_scale_inv", {"quant_method": "fp8"}),
-    "fp8-block": _float8(
-        _blocks, "weight_scale_inv", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
-    ),
+    "fp8-block": _float8_blocks(32),
+}
+# Formats with groups as large as published ones have, or half as large, so that they divide 576 inputs.
+PUBLISHED_FORMS: dict[str, StoredForm] = {
+    "AWQ": _awq(64),
+    "GPTQ": _gptq(4, 64),
+    "W4A16": _packed(4, 64, is_symmetric=True),
+    "W8A16": _packed(8, 64, is_symmetric=True),
+    "W8A8": _int8(),
+    "float8": _float8_blocks(128),
 }
 
 
