@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import report
 from tests.in_process_stack import InProcessStack
+from tests.quantized_folders import PUBLISHED_FORMS
 
 
 @pytest.fixture
@@ -225,9 +226,11 @@ def test_tenant_fairness(quick: Any) -> None:
 def test_quantized_speed(quick: Any) -> None:
     (cell,) = quick("quantized_speed")["cells"]
     assert cell["batch"] == 3
-    assert set(cell["steps_s"]) == {"whole", "int8", "int4", "float8"}
-    assert cell["weight_bytes"]["int4"] < cell["weight_bytes"]["int8"] < cell["weight_bytes"]["whole"]
-    assert cell["weight_bytes"]["float8"] < cell["weight_bytes"]["whole"]
+    sizes = cell["weight_bytes"]
+    assert set(cell["steps_s"]) == set(sizes) == {"whole", "int8", "int4", *PUBLISHED_FORMS}
+    assert sizes["int4"] < sizes["int8"] < sizes["whole"]
+    assert max(sizes[form] for form in ("AWQ", "GPTQ", "W4A16")) < min(sizes[form] for form in ("W8A8", "float8"))
+    assert max(sizes[form] for form in PUBLISHED_FORMS) < sizes["whole"]
 
 
 def test_rounded_cache(quick: Any) -> None:
