@@ -21,7 +21,7 @@ _CONTEXT = 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BITS = (None, 8, 4)
 _WHOLE = "whole"
-# Of `PUBLISHED_FORMS`.
+# They are names of `PUBLISHED_FORMS`.
 _FORMATS = ("AWQ", "GPTQ", "W4A16", "W8A16", "W8A8", "float8")
 
 
