@@ -232,10 +232,10 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
         return [Finding("chat template", True, "not used: this family takes text and token prompts only")]
     if source is None:
         return [Finding("chat template", False, _NO_TEMPLATE), _videos(model, takes_videos=False)]
-    placeholder = named = model.data.placeholder(model.source)
-    if placeholder is None:
-        placeholder = tokenizer.convert_ids_to_tokens(_image_token_id(folder))
-        named = f"{placeholder}, which config.json names as the image token ({image_token_field(folder.config)}),"
+    own = model.data.placeholder(model.source)
+    placeholder = own or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
+    field = image_token_field(folder.config)
+    named = own or f"{placeholder}, which config.json names as the image token ({field}),"
     if (fault := _placement_fault(tokenizer, source, placeholder, named)) is not None:
         return [Finding("chat template", False, fault)]
     takes_videos = False
