@@ -51,7 +51,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError, LookonceError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.adapter_folder import open_adapters
-from lookonce.model.build_faults import step_fault
+from lookonce.model.faults.build_faults import step_fault
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.model_folder import CONFIGURATION_FAULTS

@@ -42,10 +42,11 @@ from decoder_svc.runner.runner_config import RunnerConfig
 from decoder_svc.runner.sampled.constrained_sample import begin_masks, launch_sample
 from decoder_svc.runner.sampled.pending_step import PendingStep
 from decoder_svc.runner.sampled.token_feed import TokenFeed
+from decoder_svc.runner.sampling.logit_check import LogitCheck
 from decoder_svc.runner.sampling.sampler import Sampler, TokenSampler
 from decoder_svc.runner.state_step import PoolSizes
 from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
-from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, refuse_nan, worst_case_rows, worst_case_step
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.errors import ConfigurationError, ModelFolderError
@@ -291,7 +292,11 @@ class ModelRunnerBase(ABC):
         if self.adapters is not None and self.adapters.fingerprints:
             adapter = self.adapters.fingerprints[0]
             step = replace(step, admitted=tuple(replace(each, adapter=adapter) for each in step.admitted))
-        refuse_nan(self.execute_model(step))
+        sampler = self.sampler
+        self.sampler = check = LogitCheck(sampler)
+        self.execute_model(step)
+        self.sampler = sampler
+        check.refuse_nan()
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
         self.execute_model(SchedulerOutput((), (), released, evicted, ()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from decoder_svc.rows.fetched_rows import FetchedRows
@@ -13,7 +11,6 @@ from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import (
     AdmittedRequest,
-    SampledToken,
     ScheduledChunk,
     SchedulerOutput,
     SlidingTable,
@@ -22,9 +19,7 @@ from decoder_svc.scheduling.scheduler_output import (
 from decoder_svc.scheduling.window import Window
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
-from lookonce.errors import ModelFolderError
 from lookonce.families.base import Mask
-from lookonce.model.model_folder import NOT_A_NUMBER
 
 # Blocks that all tokens share: the step runs before the KV pool is sized.
 NUM_BLOCKS = 1
@@ -98,12 +93,6 @@ def worst_case_step(
     if has_states:
         chunks = tuple(replace(chunk, states=StateUse(slot, None, ())) for slot, chunk in enumerate(chunks))
     return SchedulerOutput((longest, *others), chunks, (), (), ())
-
-
-def refuse_nan(sampled: Iterable[SampledToken]) -> None:
-    """Raises ModelFolderError if a token of the step has a log probability of NaN."""
-    if any(math.isnan(logprob) for token in sampled if token.logprobs for _, logprob in token.logprobs.top):
-        raise ModelFolderError(NOT_A_NUMBER)
 
 
 def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:

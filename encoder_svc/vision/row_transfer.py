@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NOT_FINITE = "rows hold values that are not finite"
 # By element size in bytes: signed and unsigned integers of that size.
 _INTEGERS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
@@ -16,14 +15,21 @@ _INTEGERS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 FetchRows = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
+class NotFiniteError(ValueError):
+    """Rows hold NaN or infinity."""
+
+    def __init__(self) -> None:
+        super().__init__("rows hold values that are not finite")
+
+
 def rows_on_host(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Copies tensors `[num_rows, width]` of one device and type, each to contiguous main memory of its own.
 
-    Raises ValueError if a value is not finite.
+    Raises NotFiniteError if a value is not finite.
     """
     copies = [rows.to("cpu", copy=True) for rows in outputs]
     if not all(is_all_finite(rows) for rows in copies):
-        raise ValueError(NOT_FINITE)
+        raise NotFiniteError
     return copies
 
 

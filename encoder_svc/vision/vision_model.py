@@ -10,7 +10,7 @@ import PIL.Image
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
-from encoder_svc.vision.row_transfer import FetchRows, rows_on_host
+from encoder_svc.vision.row_transfer import FetchRows, NotFiniteError, rows_on_host
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
 from lookonce.devices.base import DevicePlatform
@@ -18,8 +18,8 @@ from lookonce.devices.registry import chosen_platform, imported_part
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
 from lookonce.logs import get_logger
-from lookonce.model.build_faults import in_one_line
 from lookonce.model.family_model import processor_file
+from lookonce.model.faults.build_faults import in_one_line
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.kernels.read_ahead import read_ahead
@@ -62,6 +62,7 @@ class VisionModel:
         self.fingerprint = vision_fingerprint(folder, model, adapter.model, self.row_dtype)
         fetch = platform.fetch_rows
         self._fetch_rows: FetchRows = rows_on_host if fetch is None else imported_part(platform, fetch)
+        self._processor_file = processor_file(folder.path)
         self._model = model
         self._is_warm = False
 
@@ -132,6 +133,7 @@ class VisionModel:
         Raises ModelFolderError when the folder's parts do not fit together, so that it is never served.
         """
         images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
+        inputs: list[PixelInputs] = []
         try:
             inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
             if (video := self.adapter.model.video) is not None:
@@ -139,6 +141,8 @@ class VisionModel:
                 options = ProcessorOptions(frame_size=video.frame_size(*images[0].size, number, None))
                 inputs.append(self.adapter.frame_inputs(images[:1] * number, options))
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
+        except NotFiniteError as error:
+            raise ModelFolderError(_not_finite(inputs, self.dtype, self._processor_file)) from error
         except CONFIGURATION_FAULTS as error:
             if is_lack_of_memory(error):
                 raise
@@ -153,7 +157,7 @@ class VisionModel:
         """Runs one pass. Returns rows [num_rows, (1 + num_levels) * hidden_size] of each image.
 
         Each tensor is contiguous in main memory of its own. Raises ValueError when the model gives another shape or
-        element type, or values that are not finite: such rows must never be stored.
+        element type, and NotFiniteError for NaN and infinity: such rows must never be stored.
         """
         with torch.inference_mode():
             outputs = self.adapter.image_rows(self._model, batch)
@@ -169,6 +173,17 @@ class VisionModel:
             raise ValueError(f"rows have the shape {tuple(rows.shape)}, not [num_rows, {width}]")
         if rows.dtype != self._model.dtype:
             raise ValueError(f"rows have the element type {rows.dtype}, not {self._model.dtype}")
+
+
+def _not_finite(inputs: Sequence[PixelInputs], dtype: RowDtype, file: str) -> str:
+    """Returns why rows of these inputs are not finite. `file` is that of the image processor."""
+    if not all(bool(each.pixel_values.isfinite().all()) for each in inputs):
+        return f"the image processor makes pixels of NaN or infinity: a number in {file} is damaged; download it again"
+    overflow = ", or numbers overflow: set dtype to bfloat16 or float32" if dtype is RowDtype.FLOAT16 else ""
+    return (
+        "the vision tower computes NaN or infinity: a weight or a value in config.json is damaged; download the model "
+        f"again{overflow}"
+    )
 
 
 def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:

@@ -20,12 +20,18 @@ from lookonce.families.base import ImageShape, Mask
 from lookonce.families.video import DEFAULT_FPS, video_token
 from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
-from lookonce.model.build_faults import in_one_line
 from lookonce.model.family_model import FamilyModel, processor_file
+from lookonce.model.faults.build_faults import in_one_line
 from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
-from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, chat_template_source, image_token_id
+from lookonce.model.model_folder import (
+    CONFIGURATION_FAULTS,
+    ModelFolder,
+    chat_template_source,
+    image_token_field,
+    image_token_id,
+)
 from lookonce.model.pretrained_tokenizer import NO_BOS, load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.text_support import (
@@ -44,6 +50,7 @@ _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
 # The settings of the decoder that decide whether an image fits into a step, and their defaults.
 _STEP_TOKENS, _STEP_REQUESTS = ("LOOKONCE_MAX_NUM_BATCHED_TOKENS", 2048), ("LOOKONCE_MAX_NUM_SEQS", 64)
+_TOKEN_ADVICE = "use the config.json that belongs to the tokenizer, and its chat template"
 _NO_TEMPLATE = (
     "none: the decoder starts, but refuses chats, and with them `lookonce generate` without --raw; put the model's "
     "chat_template.jinja into the folder, or use text and token prompts only"
@@ -225,8 +232,11 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
         return [Finding("chat template", True, "not used: this family takes text and token prompts only")]
     if source is None:
         return [Finding("chat template", False, _NO_TEMPLATE), _videos(model, takes_videos=False)]
-    placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
-    if (fault := _placement_fault(tokenizer, source, placeholder)) is not None:
+    own = model.data.placeholder(model.source)
+    placeholder = own or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
+    field = image_token_field(folder.config)
+    named = own or f"{placeholder}, which config.json names as the image token ({field}),"
+    if (fault := _placement_fault(tokenizer, source, placeholder, named)) is not None:
         return [Finding("chat template", False, fault)]
     takes_videos = False
     if model.video is not None and (token := video_token(model.video, tokenizer)) is not None:
@@ -235,20 +245,17 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
     return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
 
 
-def _placement_fault(tokenizer: Any, source: str, placeholder: str) -> str | None:
-    """Says why the template cannot place images; None: it can."""
+def _placement_fault(tokenizer: Any, source: str, placeholder: str, named: str) -> str | None:
+    """Says why the template cannot place images; None: it can. `named` says where the placeholder comes from."""
     try:
         num_written = _num_written(tokenizer, source, "image", placeholder)
         num_without = _num_written(tokenizer, source, "text", placeholder)
     except TEMPLATE_ERRORS as error:
         return f"cannot be rendered: {error}"
     if num_written != 1:
-        return f"writes {num_written} × {placeholder} for one image; it must be one"
+        return f"writes {num_written} × {named} for one image; it must be one; {_TOKEN_ADVICE}"
     if num_without:
-        return (
-            f"writes {placeholder}, which config.json names as the image token, without an image; "
-            "use the config.json that belongs to the tokenizer"
-        )
+        return f"writes {named} without an image; {_TOKEN_ADVICE}"
     return None
 
 

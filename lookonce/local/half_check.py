@@ -17,14 +17,14 @@ from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
 from lookonce.local.shape_pass import SHAPE_ATTENTION, SHAPE_EXPERTS, check_step, register_shape_attention
-from lookonce.model.build_faults import built_fault
+from lookonce.model.faults.build_faults import built_fault
+from lookonce.model.faults.weight_faults import is_merge_fault, merge_fault, report_fault
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder
 from lookonce.model.quantized_folder.quantized_tensors import QuantizedTensors
 from lookonce.model.quantized_folder.replacement import stored_expert_bytes, stored_formats, without_quantization
 
-_PROBLEMS = ("missing", "unexpected", "mismatched")
 _META = torch.device("meta")
 
 
@@ -51,16 +51,12 @@ def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
     if tensors is not None:
         quantized = QuantizedTensors.of(folder.config, folder.weight_files)
         model = _empty_half(folder, copy.deepcopy(config), half, tensors, quantized)
-        report = _loading_report(model, tensors, half)
+        report = _loading_report(model, tensors, half, folder)
     is_empty = report is not None
     if report is None:
         model, report = _loaded(folder, half), {}
-    problems = {name: sorted(str(key) for key in report.get(f"{name}_keys", ())) for name in _PROBLEMS}
-    wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
-    if wrong:
-        raise ModelFolderError(
-            f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
-        )
+    if (wrong := report_fault(half.value, model, report, folder.weight_files)) is not None:
+        raise ModelFolderError(wrong)
     parameters = list(model.parameters())
     num_bytes = sum(parameter.nbytes for parameter in parameters) + stored_expert_bytes(model)
     weights = HalfWeights(model.dtype, len(parameters), num_bytes, stored_formats(model))
@@ -113,7 +109,9 @@ def _empty_half(
         raise built_fault(half.value, error) from error
 
 
-def _loading_report(model: Any, tensors: dict[str, torch.Tensor], half: Half) -> dict[str, Any] | None:
+def _loading_report(
+    model: Any, tensors: dict[str, torch.Tensor], half: Half, folder: ModelFolder
+) -> dict[str, Any] | None:
     """Returns the report that `from_pretrained` would log; None if transformers lacks the functions used here."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -131,5 +129,7 @@ def _loading_report(model: Any, tensors: dict[str, torch.Tensor], half: Half) ->
     except (ImportError, AttributeError, TypeError):
         return None
     except (RuntimeError, ValueError) as error:
+        if is_merge_fault(error):
+            raise merge_fault(half.value, folder.weight_files) from error
         raise ModelFolderError(f"the {half.value} weights do not fit the configuration: {error}") from error
     return report

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from lookonce.model.build_faults import step_fault
+from lookonce.model.faults.build_faults import step_fault
 from lookonce.model.half_model import text_child
 from lookonce.model.model_folder import CONFIGURATION_FAULTS
 from lookonce.model.structure.inner_model import with_inner_model

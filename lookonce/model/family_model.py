@@ -21,7 +21,8 @@ from lookonce.families.frame_pairs import FramePairs
 from lookonce.families.registry import FAMILIES
 from lookonce.families.single_frames import SingleFrames
 from lookonce.families.video import VideoModel
-from lookonce.model.build_faults import in_one_line
+from lookonce.model.faults.build_faults import in_one_line
+from lookonce.model.faults.config_faults import refusal_text
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, ModelFolder, read_json_object
 from lookonce.model.number_ranges import check_processor_numbers
 from lookonce.model.text_support import text_refusal
@@ -207,7 +208,9 @@ def _config(folder: ModelFolder) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except (OSError, ImportError, StrictDataclassError, *CONFIGURATION_FAULTS) as error:
-        raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {in_one_line(error)}") from error
+        raise ModelFolderError(
+            f"transformers cannot read {folder.path}/config.json: {refusal_text(folder.config, error)}"
+        ) from error
 
 
 def _check_packages(folder: ModelFolder, data: Family) -> None:

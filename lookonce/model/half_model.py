@@ -20,8 +20,9 @@ import transformers
 from safetensors import SafetensorError
 
 from lookonce.errors import ModelFolderError
-from lookonce.model.build_faults import built_fault
 from lookonce.model.empty_weights import without_meta_device
+from lookonce.model.faults.build_faults import built_fault
+from lookonce.model.faults.weight_faults import is_merge_fault, merge_fault, report_fault
 from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.model.libraries.rust_panics import RustPanicError, call_rust
 from lookonce.model.model_folder import CONFIGURATION_FAULTS, read_json_object, weight_files
@@ -34,7 +35,6 @@ from lookonce.model.structure.inner_model import inner_model, with_inner_model
 from lookonce.model.structure.latent_attention import absorb_latents
 from lookonce.model.structure.query_temperature import tune_by_position
 
-_PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 # Encoders of inputs that are not served.
 _UNSERVED_CHILDREN = ("audio_tower", "embed_audio")
@@ -218,19 +218,15 @@ def _load(
                 f"there is no memory for the {half.value} half with the sizes in config.json (all weights are "
                 f"{num_gb:,.1f} GB); use a machine with more memory, or the config.json that belongs to the weights"
             ) from error
-        raise built_fault(half.value, error) from error
+        raise merge_fault(half.value, files) if is_merge_fault(error) else built_fault(half.value, error) from error
     scales = sorted(key for key in report["unexpected_keys"] if key.endswith(("_scale", "_scale_inv")))
     if quantized is not None and scales:
         raise ModelFolderError(
             f"the quantized weight of {scales[0]} is not served: it belongs to no linear layer, but to a tensor with "
             "several, such as all experts; use the unquantized model"
         )
-    problems = {name: sorted(str(key) for key in report[f"{name}_keys"]) for name in _PROBLEMS}
-    wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
-    if wrong:
-        raise ModelFolderError(
-            f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
-        )
+    if (wrong := report_fault(half.value, model, report, files)) is not None:
+        raise ModelFolderError(wrong)
     if half is Half.TEXT:
         for name in embedders(config):
             # Each is used once, here, on the host.

@@ -37,7 +37,12 @@ _SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with s
 
 def image_token_id(config: Mapping[str, Any]) -> Any:
     """Returns the id of the token of images in a config.json, None if no field names it."""
-    return next((config[name] for name in IMAGE_TOKENS if config.get(name) is not None), None)
+    return config.get(image_token_field(config))
+
+
+def image_token_field(config: Mapping[str, Any]) -> str:
+    """Returns the field of a config.json that names the token of images, the first of those known if none does."""
+    return next((name for name in IMAGE_TOKENS if config.get(name) is not None), IMAGE_TOKENS[0])
 
 
 # transformers and torch raise these for a configuration that contradicts itself or the weights.

@@ -32,6 +32,7 @@ _SIZES = {
     **dict.fromkeys(("image_size", "patch_size", "max_position_embeddings", "position_embedding_size"), _LARGEST_SIZE),
     # Rows of an image.
     **dict.fromkeys(("image_seq_length", "mm_tokens_per_image", "vision_soft_tokens_per_image"), 1 << 16),
+    **dict.fromkeys(("num_channels", "in_channels", "spatial_merge_size", "temporal_patch_size"), _LARGEST_SIZE),
     **dict.fromkeys(("num_hidden_layers", "depth"), _MOST_LAYERS),
     # transformers makes a name for each.
     "num_labels": _MOST_LABELS,
@@ -125,6 +126,11 @@ def _numbers(part: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, fl
                 yield from _numbers(value, f"{where}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield where, name, value
+
+
+def is_numeric(name: str) -> bool:
+    """Whether a field of config.json with this name holds a number."""
+    return _range_of(name) is not None
 
 
 def _range_of(name: str) -> _Range | None:

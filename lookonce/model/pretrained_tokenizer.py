@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -61,13 +63,23 @@ def _check_config(folder: pathlib.Path) -> None:
     """Raises ModelFolderError if it is the model's configuration, not the tokenizer, that transformers refuses."""
     from transformers import AutoConfig
 
+    from lookonce.model.faults.config_faults import refusal_text
+
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise ModelFolderError(
-            f"transformers refuses config.json of {folder.name} ({type(error).__name__}): two of its values contradict "
-            "each other, such as layer_types and num_hidden_layers, or it is damaged; download config.json again"
+            f"transformers refuses config.json of {folder.name}: {refusal_text(_config(folder), error)}"
         ) from error
+
+
+def _config(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the content of config.json, nothing if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads((folder / "config.json").read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
 
 
 def _check_template(folder: pathlib.Path) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import lookonce
 from decoder_svc.settings import DecoderSettings
@@ -149,7 +151,14 @@ async def test_what_cannot_be_loaded_is_named(
     (folders / "empty").mkdir()
     lora_folder(folders / "other", DEMO_MODEL, seed=9, r=8)
     (folders / "other" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
+    for place, (name, value) in enumerate((("nan", torch.nan), ("infinite", -torch.inf))):
+        lora_folder(folders / name, DEMO_MODEL, seed=9)
+        tensors = load_file(folders / name / "adapter_model.safetensors")
+        tensors[list(tensors)[place]].view(-1)[5] = value
+        save_file(tensors, folders / name / "adapter_model.safetensors")
     for name, expected in (
+        ("nan", "hold NaN or infinity"),
+        ("infinite", "name: adapter infinite: the matrices of "),
         ("nowhere", "name: adapter nowhere: adapter_config.json is missing"),
         ("../one", "name: the adapter name '../one' must be 1 to 64 characters"),
         ("..", "name: the adapter name '..' must be"),

@@ -167,8 +167,8 @@ async def test_a_kv_cache_that_no_memory_can_hold_is_refused(tmp_path: pathlib.P
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("top_k_experts", None, "cannot compute a step: TypeError"),
-        ("top_k_experts", 5, "cannot compute a step: RuntimeError"),
+        ("top_k_experts", None, "cannot compute a step with config.json: TypeError"),
+        ("top_k_experts", 5, "cannot compute a step with config.json: RuntimeError"),
         ("rope_parameters", {"sliding_attention": None, "full_attention": None}, "KeyError"),
         ("pad_token_id", -1, "pad_token_id of its text model is -1"),
     ],

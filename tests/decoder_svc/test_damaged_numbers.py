@@ -31,6 +31,7 @@ from tests.decoder_svc.decoders import running_decoder
 # Ends of names of tensors.
 NORM = ".layers.0.input_layernorm.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
+HEAD = "lm_head.weight"
 
 
 @pytest.fixture
@@ -56,6 +57,17 @@ def change_tensor(folder: pathlib.Path, name: str, change: object) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def untie_head(folder: pathlib.Path) -> None:
+    """Gives the last layer a matrix of its own, equal to the table of embeddings."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (table,) = (tensor for key, tensor in tensors.items() if key.endswith("embed_tokens.weight"))
+    save_file(tensors | {HEAD: table.clone()}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def spoilt(value: float) -> object:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(-1)[3] = value
@@ -70,6 +82,16 @@ def test_a_weight_that_is_no_number_ends_the_decoder(
     folder: pathlib.Path, value: float, flags: tuple[str, ...]
 ) -> None:
     change_tensor(folder, QUERY, spoilt(value))
+    log = decoder_log(folder, *flags)
+    assert "the language model computes NaN" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("flags", [(), ("--dtype", "float32"), ("--engine", "process")], ids=str)
+def test_a_token_that_could_never_be_chosen_ends_the_decoder(folder: pathlib.Path, flags: tuple[str, ...]) -> None:
+    """Samplers pass a logit of NaN over."""
+    untie_head(folder)
+    change_tensor(folder, HEAD, spoilt(torch.nan))
     log = decoder_log(folder, *flags)
     assert "the language model computes NaN" in log
     assert "Traceback" not in log
@@ -91,6 +113,8 @@ async def test_a_token_that_makes_nan_ends_its_requests_and_changes_no_answer_of
     folder: pathlib.Path, way: str
 ) -> None:
     """Others share the blocks in front of the token with its requests."""
+    # The last layer is whole, so that the token can be chosen.
+    untie_head(folder)
     change_tensor(folder, "embed_tokens.weight", spoil_row)
     prompts = [[60 + (7 * place + length) % 39 for place in range(length)] for length in (5, 17, 33, 60, 90, 17)]
     settings = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 60, "max_context_tokens": 140, **WAYS[way]}

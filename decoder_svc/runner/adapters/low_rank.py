@@ -133,8 +133,12 @@ def _low_rank(folder: AdapterFolder, module: str, pair: Mapping[str, Tensor], si
         raise ModelFolderError(f"adapter {folder.name}: the matrices of {module} are not of floating-point numbers")
     # Always copies, so that the content of the file is freed.
     down, up = down.to(torch.float32, copy=True), up.to(torch.float32, copy=True) * folder.scale_of(module)
-    # Written with `not` so that NaN fails.
-    if not (down.abs().max() <= _LARGEST and up.abs().max() <= _LARGEST):
+    if not all(bool(matrix.isfinite().all()) for matrix in (down, up)):
+        raise ModelFolderError(
+            f"adapter {folder.name}: the matrices of {module} hold NaN or infinity; copy the adapter again, or train "
+            "it again"
+        )
+    if max(down.abs().max(), up.abs().max()) > _LARGEST:
         raise ModelFolderError(
             f"adapter {folder.name}: the matrices of {module}, with their scale, have numbers that are not within "
             f"±{_LARGEST:g}"

@@ -21,7 +21,7 @@ from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from decoder_svc.scheduling.window import Window
 from lookonce.embedding_meta import RowDtype
-from lookonce.errors import ConfigurationError
+from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.families.base import Mask
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
@@ -148,6 +148,25 @@ def test_start_up_runs_the_heaviest_step_once_and_keeps_nothing_of_it(runner: Wa
     assert [step.num_scheduled_tokens for step in runner.steps] == [64, 0]
     assert len(runner.batch) == 0
     assert len(runner.row_cache) == 0
+
+
+def test_tokens_without_a_chance_are_served_and_tokens_without_a_logit_are_not(folder: pathlib.Path) -> None:
+    """Models exclude unused rows of their vocabularies with logits of -inf."""
+    runner = load(folder)
+    added = torch.zeros(runner.model.config.get_text_config().vocab_size)
+    runner.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits + added)
+    added[-3:] = -torch.inf
+    assert runner.profile_run(worst_case()) > 0
+    sampler = runner.sampler
+    for value in (torch.nan, torch.inf):
+        added[-1] = value
+        with pytest.raises(ModelFolderError, match="the language model computes NaN"):
+            runner.profile_run(worst_case())
+        added[-1] = -torch.inf
+        runner.sampler = sampler
+    added[:] = -torch.inf
+    with pytest.raises(ModelFolderError, match="the language model computes NaN"):
+        runner.profile_run(worst_case())
 
 
 # Each measurement runs in a process of its own: memory that an earlier one released would be reused without being

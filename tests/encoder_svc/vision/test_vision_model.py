@@ -262,6 +262,26 @@ def test_warm_up_refuses_a_processor_that_does_not_fit_the_tower(tiny_folder: Fo
         load(copy).warm_up()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_warm_up_refuses_weights_of_the_tower_that_are_no_numbers(
+    value: float, tiny_folder: Folders, tmp_path: pathlib.Path
+) -> None:
+    copy = shutil.copytree(tiny_folder("llava_clip"), tmp_path / "model")
+    tensors = load_file(copy / "model.safetensors")
+    name = next(name for name in tensors if "vision_tower" in name and name.endswith("layers.0.mlp.fc1.weight"))
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"^the vision tower computes NaN or infinity: a weight .* is damaged"):
+        load(copy).warm_up()
+
+
+def test_warm_up_tells_pixels_that_are_no_numbers_from_weights(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:
+    copy = shutil.copytree(tiny_folder("llava_clip"), tmp_path / "model")
+    changed_json(copy, "preprocessor_config.json", image_mean=[float("nan"), 0.5, 0.5])
+    with pytest.raises(ModelFolderError, match=r"^the image processor makes pixels of NaN or infinity: .*rocessor"):
+        load(copy).warm_up()
+
+
 def test_an_unknown_tower_is_refused(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:
     copy = shutil.copytree(tiny_folder("llava_clip"), tmp_path / "model")
     changed_json(copy, "config.json", vision_config={"model_type": "vit"})

@@ -289,7 +289,9 @@ def test_an_image_token_that_ends_messages_is_refused(copied: Callable[..., path
     (path / "config.json").write_text(json.dumps(copied_config))
     finding = _examined(path)["chat template"]
     assert not finding.is_fine
-    assert finding.detail.startswith("writes <|im_end|>, which config.json names as the image token, without an image")
+    assert finding.detail.startswith(
+        "writes <|im_end|>, which config.json names as the image token (image_token_id), without an image; use the"
+    )
 
 
 def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:

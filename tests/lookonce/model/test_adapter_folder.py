@@ -111,7 +111,8 @@ def test_a_file_that_changes_is_not_mixed(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["header", "huge", "vision", "head", "one matrix", "rank", "embedding", "nan", "broken", "other name"]
+    "part",
+    ["header", "huge", "vision", "head", "one matrix", "rank", "embedding", "nan", "infinity", "broken", "other name"],
 )
 def test_weights_that_do_not_fit_are_named(folder: pathlib.Path, part: str) -> None:
     tensors = load_file(folder / WEIGHTS)
@@ -132,7 +133,9 @@ def test_weights_that_do_not_fit_are_named(folder: pathlib.Path, part: str) -> N
     elif part == "huge":
         tensors[layer] += 3e38
     elif part == "nan":
-        tensors[layer] *= float("nan")
+        tensors[layer].view(-1)[5] = float("nan")
+    elif part == "infinity":
+        tensors[layer.replace("lora_A", "lora_B")].view(-1)[5] = float("inf")
     elif part == "other name":
         tensors[layer.replace("q_proj", "qkv_proj")] = tensors[layer].clone()
     save_file(tensors, folder / WEIGHTS)
@@ -148,7 +151,8 @@ def test_weights_that_do_not_fit_are_named(folder: pathlib.Path, part: str) -> N
         "one matrix": "has one matrix of two",
         "rank": "they must be",
         "embedding": "is no LoRA matrix of a linear layer",
-        "nan": "have numbers that are not within ±65504",
+        "nan": "adapter one: the matrices of .*q_proj hold NaN or infinity",
+        "infinity": "adapter one: the matrices of .*q_proj hold NaN or infinity",
         "broken": "cannot be read",
         "other name": "which is no linear layer",
     }

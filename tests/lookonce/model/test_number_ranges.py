@@ -25,7 +25,7 @@ IMAGES = FOLDER / "preprocessor_config.json"
             "text_config.rope_parameters.rope_theta must be a number > 0",
         ),
         ({"text_config": {"rope_parameters": {"rope_theta": float("nan")}}}, "must be a number > 0, not nan"),
-        ({"vision_config": {"num_channels": -1}}, "num_channels must be a number from 0 to 16,777,216, not -1"),
+        ({"vision_config": {"num_channels": -1}}, "num_channels must be a number from 1 to 16,777,216, not -1"),
         ({"vision_config": {"mlp_ratio": 10**9}}, "mlp_ratio must be a number from 0 to"),
         ({"text_config": {"moe_intermediate_size": 10**9}}, "moe_intermediate_size must be a number from 0 to"),
         ({"text_config": {"rms_norm_eps": -1e-6}}, "rms_norm_eps must be a number ≥ 0, not -1e-06"),

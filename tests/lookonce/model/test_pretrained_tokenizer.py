@@ -33,9 +33,17 @@ def test_a_configuration_that_contradicts_itself_is_not_told_as_a_problem_of_the
     config = transformers.Qwen3Config(num_hidden_layers=2).to_dict() | {"layer_types": ["full_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelFolderError, match=r"refuses config\.json of .* layer_types") as caught:
+    with pytest.raises(ModelFolderError, match=r"fields take part in it: .*num_hidden_layers = 2") as caught:
         load_pretrained(tmp_path)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llava", "text_config": 3}'])
+def test_a_configuration_without_fields_is_told_as_well(content: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFolderError, match=r"refuses config\.json of .*; use the config\.json that belongs"):
+        load_pretrained(tmp_path)
 
 
 def test_a_template_that_is_no_text_is_not_told_as_a_problem_of_the_tokenizer(tmp_path: pathlib.Path) -> None:
