@@ -48,10 +48,10 @@ def split(
     """Yields the family's model split over this process and `size` - 1 more."""
     # The family is shared, and earlier sessions may have left another number in its configuration.
     config = replace(family.offline.runner.config, max_num_seqs=offline.NUM_SEQS)
-    processes = RankProcesses(size - 1, [str(config.folder), "1", "json", "info"])
+    processes = RankProcesses([{}] * (size - 1), [str(config.folder), "1", "json", "info"])
     others = OtherRanks(processes.connections, on_loss=on_loss)
     try:
-        ranks = others.meet(rank_config(config, "cpu", "float32"))
+        ranks = others.meet(rank_config(config, "cpu", "float32"), CPUModelRunner.rank_engine)
         runner = CPUModelRunner(replace(config, ranks=ranks), family.offline.runner.family)
         others.wait_until_loaded()
         runner.lead(Leader(ranks, others.connections))
