@@ -25,6 +25,8 @@ _SETTINGS = {
     # Otherwise a thread of PyTorch asks the store every second whether another rank wants it to write a report, for
     # as long as the process runs. Ranks do not answer each other any more once they have met.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # For such reports, PyTorch would also note the Python stack of each collective.
+    "TORCH_FR_BUFFER_SIZE": "0",
     # After an error in the network between GPUs, PyTorch waits four times as long for reports that nobody writes, and
     # then ends the process. Milliseconds.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
@@ -33,6 +35,10 @@ _SETTINGS = {
 }
 # Ranks of one machine meet on its loopback interface. Otherwise NCCL listens at an address of the network.
 _LOOPBACK = {"NCCL_SOCKET_IFNAME": "=lo"}
+
+# The engines of this process, which live as long as it does. One that is destroyed waits for all that was submitted,
+# also if another rank has ended.
+_engines: list[Any] = []
 
 
 class NcclEngine(RankEngine):
@@ -47,6 +53,7 @@ class NcclEngine(RankEngine):
         options = nccl.Options()
         options._timeout = TIMEOUT
         engine = nccl(store, rank, size, options)
+        _engines.append(engine)
         device = torch.device("cuda", 0)
         # The ranks connect in their first collective, for which rank 0 puts the address of NCCL into the store.
         engine.allreduce([torch.zeros(1, device=device)]).wait()

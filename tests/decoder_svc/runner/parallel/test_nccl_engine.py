@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from decoder_svc.runner.parallel import nccl_engine
 from decoder_svc.runner.parallel.nccl_engine import NcclEngine
 from decoder_svc.runner.parallel.rank_engine import TIMEOUT
 from lookonce.errors import ConfigurationError
@@ -43,6 +46,7 @@ class NotedEngine:
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(nccl_engine, "_engines", [])
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NotedEngine, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     with mock.patch.dict(os.environ):
@@ -65,9 +69,17 @@ def test_ranks_connect_before_they_leave_the_store() -> None:
     assert engine.has_waited
 
 
+def test_an_engine_is_not_destroyed_before_its_process_ends() -> None:
+    """It would wait for collectives whose other ranks may have ended."""
+    engine = weakref.ref(connected(None))
+    gc.collect()
+    assert engine() is not None
+
+
 def test_no_thread_asks_the_store_later_and_nobody_can_ask_for_reports() -> None:
     environment = connected(None).environment
     assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert environment["TORCH_FR_BUFFER_SIZE"] == "0"
     assert environment["NCCL_RAS_ENABLE"] == "0"
 
 
