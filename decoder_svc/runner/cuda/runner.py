@@ -17,6 +17,7 @@ from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
 from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
 from decoder_svc.runner.cuda.kernel_steps import kernel_steps
+from decoder_svc.runner.cuda.nccl_engine import NcclEngine
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.cuda.quantized_layers import (
     compile_quantized_kernels,
@@ -26,7 +27,6 @@ from decoder_svc.runner.cuda.quantized_layers import (
 from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
-from decoder_svc.runner.parallel.nccl_engine import NcclEngine
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.parallel.split_adapters import SplitAdapters
 from decoder_svc.runner.parallel.split_model import split_model

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from decoder_svc.runner.parallel import nccl_engine
-from decoder_svc.runner.parallel.nccl_engine import NcclEngine
+from decoder_svc.runner.cuda import nccl_engine
+from decoder_svc.runner.cuda.nccl_engine import NcclEngine
 from decoder_svc.runner.parallel.rank_engine import TIMEOUT
 from lookonce.errors import ConfigurationError
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
