@@ -42,6 +42,7 @@ from benchmarks.gpu_quantized import quantized_cells
 from benchmarks.gpu_recurrent import recurrent_cells
 from benchmarks.gpu_section import section
 from benchmarks.gpu_service import service_cells
+from benchmarks.gpu_split import split_over
 from benchmarks.gpu_steps import SAMPLINGS
 from benchmarks.gpu_vllm import vllm_cells
 from decoder_svc.runner.cuda.runner import GPUModelRunner
@@ -62,11 +63,12 @@ STAGES = (
     "attention",
     "encoder",
     "service",
+    "split",
     "peer",
     "vllm",
 )
-# Other engines take minutes to start, and must be installed.
-_DEFAULT_STAGES = STAGES[:-2]
+# Few machines have several GPUs. Other engines take minutes to start, and must be installed.
+_DEFAULT_STAGES = STAGES[:-3]
 _BATCHES, _CONTEXTS = (1, 8, 64), (1024, 8192)
 # (requests that decode, context, tokens of the new request).
 _MIXED = ((32, 1024, 64), (32, 1024, 256))
@@ -77,6 +79,8 @@ _CALLERS = (1, 8, 64)
 # Requests in the steps whose results are compared.
 _CHECKED = (8, 64)
 _PEER_TOKENS = 32
+# GPUs over which the stage `split` divides a model.
+_NUM_RANKS = 2
 
 
 class Figures:
@@ -117,6 +121,7 @@ def main() -> None:
         "attention": lambda: figures.add("attention_s", attention_seconds(cuda_backends(device), device)),
         "encoder": functools.partial(_encoder, figures, device, arguments),
         "service": functools.partial(_service, figures, device, arguments),
+        "split": functools.partial(_split, figures, device, arguments),
         "peer": functools.partial(_peer, figures, device, arguments),
         "vllm": functools.partial(_vllm, figures, device, arguments),
     }
@@ -326,6 +331,23 @@ def _service(figures: Figures, device: torch.device, arguments: argparse.Namespa
     for name in arguments.model:
         for cell in service_cells(_folder_of(name, arguments, device), _CALLERS):
             figures.add("service", {"model": name} | cell)
+
+
+def _split(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:
+    batches, context = arguments.batches, min(arguments.contexts)
+    with split_over(_NUM_RANKS, GPUModelRunner, "cuda") as make:
+        for check in parity(models.small_llava(torch.bfloat16), make):
+            figures.add("checks", asdict(replace(check, name=f"{_NUM_RANKS} GPUs: {check.name}")))
+        for name in arguments.model:
+            folder = _folder_of(name, arguments, device)
+            for number, kind in ((1, GPUModelRunner), (_NUM_RANKS, make)):
+                bench = DecodeBench(name, folder, kind, max(batches), context + 256)
+                figures.add("checks", asdict(overlapped_steps_give_the_same_ids(bench.driver, max(batches))))
+                for batch in batches:
+                    cell = bench.decode(batch, context, arguments.sampling[0])
+                    figures.add("split", {"num_gpus": number} | asdict(cell))
+                del bench
+                torch.cuda.empty_cache()
 
 
 def _peer(figures: Figures, device: torch.device, arguments: argparse.Namespace) -> None:

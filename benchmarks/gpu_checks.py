@@ -6,13 +6,13 @@ import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from benchmarks.gpu_peers import seconds_of
 from benchmarks.gpu_steps import Run, StepDriver, largest_difference
-from decoder_svc.prompt.family import load_family
+from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.runner.attention import AttentionBackend, SdpaBackend
 from decoder_svc.runner.attention_trial import CODE, AttentionTrial
 from decoder_svc.runner.base import ModelRunnerBase
@@ -41,9 +41,13 @@ class Check:
     found: str
 
 
+# A runner class, or a function that makes runners.
+MakeRunner: TypeAlias = Callable[[RunnerConfig, DecoderFamily], ModelRunnerBase]
+
+
 def runner_of(
     folder: pathlib.Path,
-    kind: type[ModelRunnerBase],
+    kind: MakeRunner,
     dtype: torch.dtype,
     block_size: int = 16,
     max_num_seqs: int = 64,
@@ -59,7 +63,7 @@ def runner_of(
 
 def parity(
     folder: pathlib.Path,
-    kind: type[ModelRunnerBase],
+    kind: MakeRunner,
     prompt_tokens: int = 100,
     *,
     rounds_kv_cache: bool = False,
@@ -73,7 +77,7 @@ def parity(
     batch, num_steps = 4, 8
     max_tokens = prompt_tokens + num_steps + 1
 
-    def answers(kind: type[ModelRunnerBase], dtype: torch.dtype, block_size: int) -> Run:
+    def answers(kind: MakeRunner, dtype: torch.dtype, block_size: int) -> Run:
         rounding: dict[str, Any] = {"rounds_kv_cache": rounds_kv_cache, "quantize_bits": quantize_bits}
         runner = runner_of(folder, kind, dtype, block_size, batch, **rounding)
         return StepDriver(runner, batch, max_tokens).run(batch, prompt_tokens, num_steps, with_logprobs=True)

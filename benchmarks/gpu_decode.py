@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_checks import runner_of
+from benchmarks.gpu_checks import MakeRunner, runner_of
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_steps import SAMPLINGS, StepDriver, median_and_spread
-from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cuda.quantized_layers import DeviceLinear
 
 _NUM_STEPS = 40
@@ -83,7 +82,7 @@ class DecodeBench:
         self,
         name: str,
         folder: pathlib.Path,
-        kind: type[ModelRunnerBase],
+        kind: MakeRunner,
         max_batch: int,
         max_tokens: int,
         *,

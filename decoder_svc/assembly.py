@@ -29,7 +29,7 @@ from decoder_svc.runner.parallel.leader import Leader
 from decoder_svc.runner.parallel.other_ranks import OtherRanks
 from decoder_svc.runner.row_cache import ROW_DTYPES
 from decoder_svc.runner.runner_config import RunnerConfig
-from decoder_svc.runner.selection import runner_class
+from decoder_svc.runner.selection import rank_engine, runner_class
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
@@ -198,7 +198,10 @@ def _loaded(
 ) -> tuple[ModelRunnerBase, EngineLimits]:
     """Returns a runner with its memory pools, and the resulting limits."""
     config = _runner_config(settings, device)
-    ranks = None if others is None else others.meet(rank_config(config, device.platform.name, device.dtype))
+    ranks = None
+    if others is not None:
+        shared = rank_config(config, device.platform.name, device.dtype)
+        ranks = others.meet(shared, rank_engine(device.platform))
     with _faults_of_configurations():
         runner = runner_class(device.platform)(replace(config, ranks=ranks), family)
     if others is not None and ranks is not None:

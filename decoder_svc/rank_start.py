@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -21,7 +21,7 @@ from decoder_svc.runner.parallel.rank_listener import RankListener
 from decoder_svc.runner.parallel.rank_processes import RankProcesses
 from decoder_svc.runner.parallel.split_model import kv_heads_of_rank
 from decoder_svc.runner.runner_config import RunnerConfig
-from decoder_svc.runner.selection import runner_class
+from decoder_svc.runner.selection import rank_engine
 from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
 from lookonce.errors import ConfigurationError
@@ -39,12 +39,12 @@ def started_ranks(settings: DecoderSettings, device: DeviceChoice) -> Iterator[O
     if settings.tensor_parallel_size == 1:
         yield None
         return
-    _check(settings, device)
+    environments = _environments(settings, device)
     number = settings.tensor_parallel_size - 1
     if settings.rank_listen is not None:
         ranks, processes = _found_ranks(settings, number), None
     else:
-        processes = RankProcesses(number, _arguments(settings))
+        processes = RankProcesses(environments, _arguments(settings))
         ranks = OtherRanks(processes.connections)
     try:
         yield ranks
@@ -82,17 +82,18 @@ def threads_of_rank(settings: DecoderSettings) -> int | None:
     return max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
 
 
-def _check(settings: DecoderSettings, device: DeviceChoice) -> None:
-    refused = {
-        f"on the device {device.platform.name}": not runner_class(device.platform).serves_split_models,
-        "on this operating system": not hasattr(select, "POLLRDHUP"),
-    }
-    for what, is_asked_for in refused.items():
-        if is_asked_for:
-            raise ConfigurationError(f"tensor_parallel_size is not offered {what} yet: leave one of the two out")
+def _environments(settings: DecoderSettings, device: DeviceChoice) -> list[Mapping[str, str]]:
+    """Returns the variables of the other ranks' processes on this machine.
+
+    Raises ConfigurationError for settings that do not go with a split model.
+    """
+    engine = rank_engine(device.platform)
+    if not hasattr(select, "POLLRDHUP"):
+        raise ConfigurationError("tensor_parallel_size is not offered on this operating system yet: leave it out")
     # Each rank would find it as well, after it has loaded its libraries.
     config = transformers.AutoConfig.from_pretrained(settings.model, trust_remote_code=False, local_files_only=True)
     kv_heads_of_rank(config.get_text_config(), settings.tensor_parallel_size)
+    return engine.environments(settings.tensor_parallel_size if settings.rank_listen is None else 1)
 
 
 def _found_ranks(settings: DecoderSettings, number: int) -> OtherRanks:

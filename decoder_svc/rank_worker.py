@@ -46,7 +46,7 @@ def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int
         from decoder_svc.runner.parallel.other_ranks import has_hung_up
         from decoder_svc.runner.parallel.rank_group import RankGroup
         from decoder_svc.runner.rank_steps import RankSteps
-        from decoder_svc.runner.selection import runner_class
+        from decoder_svc.runner.selection import rank_engine, runner_class
         from lookonce.devices.registry import chosen_platform
         from lookonce.model.kernels.openmp import run_in_short_lived_thread
         from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -55,11 +55,11 @@ def serve(find: Callable[[], FoundLeader], model: pathlib.Path, num_threads: int
     family = load_family(folder, load_pretrained(model))
     connection, address, start = find()
     try:
-        store = RemoteStore(connection)
-        group = RankGroup(start.rank, start.size, store, address)
+        platform, store = chosen_platform(start.config.device), RemoteStore(connection)
+        group = RankGroup(start.rank, start.size, store, rank_engine(platform), address)
         store.leave()
         config = config_of_rank(start.config, folder, num_threads, group)
-        make = runner_class(chosen_platform(start.config.device))
+        make = runner_class(platform)
         runner = run_in_short_lived_thread(lambda: make(config, family))
         settle()
         connection.send_bytes(encoded(Loaded()))

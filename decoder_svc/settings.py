@@ -118,7 +118,8 @@ class DecoderSettings(ServiceSettings):
         ge=1,
         le=64,
         description="Processes over which the language model is split, each with its part of the weights and of the KV "
-        "cache. kv_cache_memory_bytes and num_threads are those of each. On CPUs only so far.",
+        "cache. kv_cache_memory_bytes and num_threads are those of each. On CUDA devices, each needs a GPU of its own, "
+        "and steps are not recorded as graphs.",
     )
     rank_listen: str | None = Field(
         None,

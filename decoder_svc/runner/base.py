@@ -34,6 +34,7 @@ from decoder_svc.runner.kv_cache_spec import KVCacheSpec, layer_window, layers_w
 from decoder_svc.runner.language_pass import LanguagePass, wraps_nothing
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.parallel.leader import Leader, LeadingPass
+from decoder_svc.runner.parallel.rank_engine import RankEngine
 from decoder_svc.runner.prompt_results.pooling import HiddenStates, pooled, wants_hidden_states
 from decoder_svc.runner.prompt_results.prompt_logprobs import note_prompt_logprobs, wants_prompt_logprobs
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels, RecurrentLayers
@@ -92,8 +93,8 @@ class ModelRunnerBase(ABC):
     overlaps_steps: bool = False
     # Whether the device computes recurrent layers, such as those of Qwen3.5, LFM2 and Nemotron-H.
     serves_recurrent_layers: bool = False
-    # Whether the device computes a part of a model, beside other processes with theirs (runner/parallel).
-    serves_split_models: bool = False
+    # Moves tensors between the processes of a split model (runner/parallel). None: the device computes whole models.
+    rank_engine: RankEngine | None = None
     # Whether late layers that read the keys of others may compute only the sampled tokens. Steps may then have any
     # number of tokens, and are not recorded.
     computes_any_tokens = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -58,7 +59,10 @@ class RankSteps:
     def _compute(self, step: Step) -> None:
         if self._runner.adapters is not None:
             self._runner.adapters.tokens = step.adapted
-        inputs = self._runner.prepare_inputs(step.flat)
+        # Rank 0 completes the ids: it samples them.
+        inputs = self._runner.prepare_inputs(replace(step.flat, unknown=()))
+        if step.flat.unknown:
+            self._group.send_from_first([inputs.token_ids])
         language = self._runner.language
         embeddings = language.split_levels(language.look_up_rows(inputs.token_ids))[0]
         forward = received(self._connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.parallel.rank_engine import RankEngine
 from lookonce.devices.base import DevicePlatform
 from lookonce.devices.registry import imported_part
 from lookonce.errors import ConfigurationError
@@ -25,3 +26,16 @@ def runner_class(platform: DevicePlatform) -> type[ModelRunnerBase]:
             f"--device: {platform.runner} of the device {platform.name} lacks {', '.join(missing)}"
         )
     return kind
+
+
+def rank_engine(platform: DevicePlatform) -> RankEngine:
+    """Returns what moves tensors between the ranks of a split model on a platform.
+
+    Raises ConfigurationError if it computes whole models only.
+    """
+    engine = runner_class(platform).rank_engine
+    if engine is None:
+        raise ConfigurationError(
+            f"tensor_parallel_size is not offered on the device {platform.name} yet: leave one of the two out"
+        )
+    return engine

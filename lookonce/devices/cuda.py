@@ -15,7 +15,8 @@ def _availability() -> Availability:
 
     if not torch.cuda.is_available():
         return Availability(False, "PyTorch sees no CUDA device here")
-    return Availability(True, torch.cuda.get_device_name(torch.cuda.current_device()))
+    name, number = torch.cuda.get_device_name(torch.cuda.current_device()), torch.cuda.device_count()
+    return Availability(True, f"{name}, the first of {number}" if number > 1 else name)
 
 
 def _torch_device() -> torch.device:

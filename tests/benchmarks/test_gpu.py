@@ -17,6 +17,7 @@ from benchmarks.gpu_models import SHAPES, shaped_folder
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_section import section
 from benchmarks.gpu_service import service_cells
+from benchmarks.gpu_split import split_over
 from benchmarks.gpu_steps import SAMPLINGS, Answer, StepDriver, fill, largest_difference
 from benchmarks.gpu_vllm import vllm_cells
 from benchmarks.peer import PeerInstall
@@ -24,6 +25,7 @@ from decoder_svc.runner.attention import AttentionBackend, SdpaBackend
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.paged_backend import LayerPools
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
+from lookonce.errors import ConfigurationError
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 from tests.tiny_families import FAMILIES
@@ -105,8 +107,8 @@ def test_every_stage_leaves_figures_that_make_a_section(
     monkeypatch.setattr(gpu, "continuous_batching_s", lambda *_arguments: "not asked")
     file = tmp_path / "figures.json"
     monkeypatch.setattr(gpu, "encoder_rates", functools.partial(gpu.encoder_rates, device="cpu"))
-    # Keys of 8 bits, quantized weights and kernels of recurrent layers need Triton.
-    stages = [stage for stage in gpu.STAGES if stage not in ("rounded", "quantized", "recurrent")]
+    # Keys of 8 bits, quantized weights and kernels of recurrent layers need Triton, and ranks two devices.
+    stages = [stage for stage in gpu.STAGES if stage not in ("rounded", "quantized", "recurrent", "split")]
     monkeypatch.setattr(gpu, "vllm_cells", functools.partial(vllm_cells, num_tokens=4, device="cpu"))
     options = [
         "--stage",
@@ -149,6 +151,18 @@ def test_every_stage_leaves_figures_that_make_a_section(
         "a pretended device",
     ):
         assert told in text
+
+
+def test_runners_over_several_processes_are_compared_with_one(folder: pathlib.Path) -> None:
+    with split_over(2, CPUModelRunner, "cpu") as make:
+        checks = gpu_checks.parity(folder, make, prompt_tokens=20, dtypes=[torch.float32])
+        assert len(checks) == 2
+        assert all(check.passed for check in checks), checks
+        ranks = gpu_checks.runner_of(folder, make, torch.float32).config.ranks
+        assert ranks is not None
+        assert ranks.size == 2
+    with pytest.raises(ConfigurationError, match="RecordingRunner"), split_over(2, RecordingRunner, "cpu"):
+        pass
 
 
 def test_a_right_runner_passes_and_a_wrong_one_does_not(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

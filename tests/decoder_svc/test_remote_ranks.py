@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 
 import grpc
 import psutil
@@ -22,7 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
+from lookonce.process.bound_process import start_bound_process
 from tests.conftest import DEMO_MODEL
+from tests.decoder_svc import hanging_rank
 from tests.decoder_svc.decoders import code_of, params, running_decoder
 from tests.warm_processes import WarmProcess, WarmProcesses
 
@@ -250,6 +253,17 @@ def test_the_ranks_end_with_a_decoder_that_is_killed(machines: Machines) -> None
         decoder.kill()
         decoder.wait(TIMEOUT_S)
     assert rank.wait(TIMEOUT_S) in (0, 1)
+
+
+def test_a_rank_that_hangs_in_a_step_ends_with_the_decoder() -> None:
+    """A GPU waits for a lost rank for ever, and the host for the GPU."""
+    ours, theirs = Pipe()
+    with theirs:
+        process = start_bound_process(hanging_rank.__name__, [str(theirs.fileno())], [theirs.fileno()])
+    assert ours.recv_bytes() == b"hangs"
+    assert process.poll() is None
+    ours.close()
+    assert process.wait(TIMEOUT_S) == 1
 
 
 def test_ranks_that_are_told_to_end_wait_until_the_decoder_has_drained(machines: Machines) -> None:

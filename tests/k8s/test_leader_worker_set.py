@@ -41,6 +41,7 @@ from tests.k8s.test_network_policies import Peer, allows, own
 from tests.k8s.variants import (
     BASE,
     DEV_CPU,
+    GPU,
     K8S,
     LEADER_WORKER_SET,
     LEADER_WORKER_SET_AFFINITY,
@@ -279,6 +280,20 @@ def test_ranks_follow_the_decoder_of_another_overlay(tmp_path: pathlib.Path) -> 
     assert _rank_settings(manifests).num_threads == 1
     expected = container(rendered(DEV_CPU), DECODER.name)["resources"]
     assert container(manifests, RANK)["resources"] == container(manifests, DECODER.name)["resources"] == expected
+
+
+def test_each_pod_of_a_group_may_have_a_gpu(tmp_path: pathlib.Path) -> None:
+    skip_without_tool()
+    write_overlay(tmp_path, Variant(GPU.start, ("leaderworkerset",)))
+    manifests = build(tmp_path)
+    assert _decoder_settings(manifests).device == "cuda"
+    alone = pod(rendered(GPU), DECODER.name)
+    # Kernels are compiled for the GPU there.
+    folders = [one for one in alone["volumes"] if one["name"] == "tmp"]
+    for name in (DECODER.name, RANK):
+        assert container(manifests, name)["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert pod(manifests, name)["tolerations"] == alone["tolerations"]
+        assert [one for one in pod(manifests, name)["volumes"] if one["name"] == "tmp"] == folders
 
 
 def test_the_model_image_may_be_given_by_its_digest(tmp_path: pathlib.Path) -> None:

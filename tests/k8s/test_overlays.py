@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
 import pytest
+import yaml
 
+from decoder_svc.settings import DecoderSettings
 from lookonce.store.redis.url import DeploymentKind, parse_redis_url
 from tests.k8s.manifests import (
     CASES,
+    DECODER,
     FROM_SECRET,
     ServiceCase,
     container,
@@ -20,7 +24,7 @@ from tests.k8s.manifests import (
     pod,
 )
 from tests.k8s.render import Manifest, containers_of
-from tests.k8s.variants import BASE, DEV_CPU, GPU, K8S, PROD, rendered
+from tests.k8s.variants import BASE, DEV_CPU, GPU, K8S, PROD, build, rendered, skip_without_tool, write_overlay
 
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
 # Fragmentation and client buffers need memory in addition to the entries.
@@ -82,6 +86,25 @@ def test_gpu_pods_have_one_gpu_each_and_use_it(case: ServiceCase) -> None:
     assert pod(manifests, case.name)["tolerations"] == [
         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     ]
+
+
+def test_the_proposed_patches_split_a_model_over_the_gpus_of_a_pod(tmp_path: pathlib.Path) -> None:
+    skip_without_tool()
+    text = (K8S / "overlays/gpu/kustomization.yaml").read_text("utf-8")
+    shown = re.search(r"^#   patches:\n(?:#    .*\n)+", text, re.MULTILINE)
+    assert shown is not None
+    patches = yaml.safe_load(re.sub(r"^#   ", "", shown[0], flags=re.MULTILINE))["patches"]
+    write_overlay(tmp_path, GPU, patches=patches)
+    manifests = build(tmp_path)
+    settings = parsed_settings(manifests, DECODER)
+    assert isinstance(settings, DecoderSettings)
+    one = container(manifests, DECODER.name)
+    assert one["resources"]["limits"]["nvidia.com/gpu"] == settings.tensor_parallel_size == 2
+    # NCCL needs more than the 64 MiB that a container has by default.
+    (mount,) = (each for each in one["volumeMounts"] if each["mountPath"] == "/dev/shm")
+    (volume,) = (each for each in pod(manifests, DECODER.name)["volumes"] if each["name"] == mount["name"])
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert size_bytes(volume["emptyDir"]["sizeLimit"]) > 64 << 20
 
 
 @services

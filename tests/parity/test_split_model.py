@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from decoder_svc.rank_start import rank_config
+from decoder_svc.runner.attention import SdpaBackend
+from decoder_svc.runner.cpu import runner as cpu_runner
 from decoder_svc.runner.cpu.native_experts import NativeExperts
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.parallel.leader import Leader, LostRankError
@@ -48,10 +50,10 @@ def split(
     """Yields the family's model split over this process and `size` - 1 more."""
     # The family is shared, and earlier sessions may have left another number in its configuration.
     config = replace(family.offline.runner.config, max_num_seqs=offline.NUM_SEQS)
-    processes = RankProcesses(size - 1, [str(config.folder), "1", "json", "info"])
+    processes = RankProcesses([{}] * (size - 1), [str(config.folder), "1", "json", "info"])
     others = OtherRanks(processes.connections, on_loss=on_loss)
     try:
-        ranks = others.meet(rank_config(config, "cpu", "float32"))
+        ranks = others.meet(rank_config(config, "cpu", "float32"), CPUModelRunner.rank_engine)
         runner = CPUModelRunner(replace(config, ranks=ranks), family.offline.runner.family)
         others.wait_until_loaded()
         runner.lead(Leader(ranks, others.connections))
@@ -204,6 +206,36 @@ def test_layers_that_are_rounded_while_loading_are_split(name: str, bits: int, t
     family = replace(expected, offline=replace(expected.offline, runner=runner))
     with split(family, 2, must_not_be_lost) as (model, _):
         check_answers(family, model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "aria", "llama4", "nemotron_h_omni"])
+def test_experts_are_split_where_transformers_computes_them(
+    name: str, tiny_family: Callable[[str], families.Conformance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs have no kernel for experts. Here, this process has none."""
+    monkeypatch.setattr(cpu_runner, "cpu_attention", lambda *_: SdpaBackend())
+    family = tiny_family(name)
+    with split(family, 2, must_not_be_lost) as (model, _):
+        check_answers_of_plain_experts(family, model)
+
+
+def test_codes_of_experts_are_split_where_transformers_computes_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = FAMILIES["qwen3_vl_moe"]
+    stored, whole = (tiny.build(tmp_path / one) for one in ("stored", "whole"))
+    assert store_quantized(stored, FORMS["awq"], whole)
+    expected = families.build(tiny, whole, 6)
+    family = replace(expected, offline=replace(expected.offline, runner=load(stored, torch.float32)))
+    monkeypatch.setattr(cpu_runner, "cpu_attention", lambda *_: SdpaBackend())
+    with split(family, 2, must_not_be_lost) as (model, _):
+        check_answers_of_plain_experts(family, model)
+
+
+def check_answers_of_plain_experts(family: families.Conformance, model: offline.OfflineModel) -> None:
+    assert not bytes_of(model.runner.get_model(), NativeExperts)
+    assert not has_quantized_layers(model.runner.get_model())
+    check_answers(family, model)
 
 
 def test_a_model_whose_heads_cannot_be_divided_is_refused(tiny_family: Callable[[str], families.Conformance]) -> None:

@@ -22,6 +22,7 @@ from decoder_svc.runner.cpu.native_model import install_kernels
 from decoder_svc.runner.cpu.native_sampler import NativeSampler
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
+from decoder_svc.runner.parallel.gloo_engine import GlooEngine
 from decoder_svc.runner.parallel.rank_group import RankGroup
 from decoder_svc.runner.parallel.split_adapters import SplitAdapters
 from decoder_svc.runner.parallel.split_model import split_model
@@ -45,7 +46,7 @@ class CPUModelRunner(ModelRunnerBase):
     """Runs steps on the CPUs that this process may use."""
 
     serves_recurrent_layers = True
-    serves_split_models = True
+    rank_engine = GlooEngine()
     computes_any_tokens = True
 
     def _cache_device_properties(self) -> None:
@@ -101,7 +102,7 @@ class CPUModelRunner(ModelRunnerBase):
         self._make_others_whole()
         if self.adapters is not None:
             text_model = getattr(self.model.model, text_child(self.model))
-            self.adapters.apply_to(SplitAdapters(text_model, self.adapters, ranks, self.model.dtype))
+            self.adapters.apply_to(SplitAdapters(text_model, self.adapters, ranks, self.device, self.model.dtype))
         logger.info("rank %d of %d has its part of the language model", ranks.rank, ranks.size)
 
     def _make_others_whole(self) -> None:

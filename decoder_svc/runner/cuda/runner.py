@@ -17,6 +17,7 @@ from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
 from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
 from decoder_svc.runner.cuda.kernel_steps import kernel_steps
+from decoder_svc.runner.cuda.nccl_engine import NcclEngine
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.cuda.quantized_layers import (
     compile_quantized_kernels,
@@ -26,6 +27,9 @@ from decoder_svc.runner.cuda.quantized_layers import (
 from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
 from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
+from decoder_svc.runner.parallel.rank_group import RankGroup
+from decoder_svc.runner.parallel.split_adapters import SplitAdapters
+from decoder_svc.runner.parallel.split_model import split_model
 from decoder_svc.runner.recurrent.kernel_trial import wrong_kernel_reason
 from decoder_svc.runner.recurrent.recurrent_layers import RecurrentKernels
 from decoder_svc.runner.sampling.device_penalties import DevicePenalties, Penalise, penalised_logits
@@ -56,6 +60,7 @@ class GPUModelRunner(ModelRunnerBase):
     # Kernels and copies of a step are submitted to one stream.
     overlaps_steps = True
     serves_recurrent_layers = True
+    rank_engine = NcclEngine()
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -71,19 +76,25 @@ class GPUModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         """Loads the language half into device memory and chooses the attention backend."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION, keep_codes=True)
-        bits = self.config.quantize_bits
+        bits, ranks = self.config.quantize_bits, self.config.ranks
         if bits is not None:
             text_model = getattr(self.model.model, text_child(self.model))
             refuse_experts(text_model)
-            quantize_linears(self.model, text_model, bits)
+            # A rank's part of a layer is cut out of the codes of the whole layer.
+            quantize_linears(self.model, text_model, bits, is_lazy=ranks is not None)
         self.adapters = self._adapter_table()
+        if ranks is not None:
+            self._split(ranks)
         num_processors = self.properties.multi_processor_count
         install_quantized_layers(self.model, self.device, num_processors, is_required=bits is not None)
         self.model.to(self.device)
         largest, text = self.head_shapes[-1], self.model.config.get_text_config()
+        num_kv_heads = self.num_kv_heads or largest.num_kv_heads
+        # A rank has the same share of the query heads.
+        num_head_shares = largest.num_kv_heads // num_kv_heads
         needs = AttentionNeeds(
-            head_counts=query_heads(text),
-            num_kv_heads=largest.num_kv_heads,
+            head_counts=tuple(number // num_head_shares for number in query_heads(text)),
+            num_kv_heads=num_kv_heads,
             head_dim=largest.head_dim,
             dtype=self.model.dtype,
             block_size=self.config.block_size,
@@ -99,8 +110,13 @@ class GPUModelRunner(ModelRunnerBase):
         self.backend = cuda_attention(needs)
         if self.adapters is not None:
             text_model = getattr(self.model.model, text_child(self.model))
-            self.adapters.apply_to(AdaptedModules(text_model, self.adapters, self.device, self.model.dtype))
-        elif isinstance(self.backend, PagedBackend):
+            arguments = self.device, self.model.dtype
+            self.adapters.apply_to(
+                AdaptedModules(text_model, self.adapters, *arguments)
+                if ranks is None
+                else SplitAdapters(text_model, self.adapters, ranks, *arguments)
+            )
+        elif isinstance(self.backend, PagedBackend) and ranks is None:
             # Rounded keys would differ by more than mistakes do.
             spec = dataclasses.replace(self.get_kv_cache_spec(), is_rounded=False)
             num_axes = self.family.num_position_axes
@@ -112,6 +128,13 @@ class GPUModelRunner(ModelRunnerBase):
         )
         logger.info("counts of tokens, for penalties, take %.1f MiB", penalties.num_bytes / 2**20)
         self.sampler = Sampler(self.transfer.move, self.transfer.fetch, penalties)
+
+    def _split(self, ranks: RankGroup) -> None:
+        """Leaves this rank's part of the model, in transformers' modules."""
+        self.num_kv_heads = split_model(self.model, ranks)
+        # Recorded steps would have to begin on all ranks at once.
+        self.tokenwise_graph_batch_sizes = self.chunk_graph_sizes = ()
+        logger.info("rank %d of %d has its part of the language model, without graphs", ranks.rank, ranks.size)
 
     def _recurrent_kernels(self) -> RecurrentKernels:
         """Returns kernels for the model's recurrent layers, if it has any and they compute the right numbers here."""

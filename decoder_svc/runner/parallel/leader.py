@@ -46,6 +46,8 @@ class Leader:
         self.group = group
         self._connections = connections
         self._has_images = False
+        # Whether the step has tokens whose ids the step before it samples on this rank's device.
+        self._has_unknown_ids = False
 
     def allocate(self, num_blocks: int, num_sliding_blocks: int, num_snapshots: int) -> None:
         """Makes the pools of all other ranks."""
@@ -60,7 +62,13 @@ class Leader:
     def begin_step(self, flat: FlatInputs, adapted: tuple[AdaptedTokens, ...], *, has_images: bool) -> None:
         """Begins a step on all other ranks. `has_images`: rows of images will take the place of embeddings."""
         self._has_images = has_images
+        self._has_unknown_ids = bool(flat.unknown)
         self._tell(Step(flat, adapted))
+
+    def complete_ids(self, token_ids: Tensor) -> None:
+        """Gives all other ranks the ids of the step that has begun if the host does not know all of them yet."""
+        if self._has_unknown_ids:
+            self.group.send_from_first([token_ids])
 
     @contextmanager
     def forward(
@@ -113,6 +121,7 @@ class LeadingPass:
     def look_up_rows(self, token_ids: Tensor) -> Tensor:
         """Calls LanguagePass.look_up_rows for the step that has begun."""
         with together():
+            self._leader.complete_ids(token_ids)
             return self._language.look_up_rows(token_ids)
 
     def split_levels(self, rows: Tensor) -> tuple[Tensor, ...]:

@@ -77,20 +77,26 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
 
 
 class RemoteStore(dist.Store):  # type: ignore[misc]
-    """The same store, seen by another rank. One thread uses it."""
+    """The same store, seen by another rank. One thread uses it until all ranks have met, and then nobody does.
+
+    Threads of PyTorch's engine may still ask it, and get RuntimeError: rank 0 says other things through the connection.
+    """
 
     def __init__(self, connection: Connection) -> None:
         """`connection` leads to rank 0."""
         super().__init__()
         self._connection = connection
+        self._has_left = False
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sets the value of a key. Raises OSError when rank 0 has ended."""
+        self._refuse_later()
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._connection.send_bytes(encoded(Tell(key, data)))
 
     def get(self, key: str) -> bytes:
         """Waits for a value. Raises EOFError or OSError when rank 0 has ended."""
+        self._refuse_later()
         self._connection.send_bytes(encoded(Ask(key)))
         message = received(self._connection)
         assert isinstance(message, Told), "rank 0 says nothing else meanwhile"
@@ -103,4 +109,9 @@ class RemoteStore(dist.Store):  # type: ignore[misc]
 
     def leave(self) -> None:
         """Tells rank 0 that this rank has met all others."""
+        self._has_left = True
         self._connection.send_bytes(encoded(Met()))
+
+    def _refuse_later(self) -> None:
+        if self._has_left:
+            raise RuntimeError("the ranks have met")

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from decoder_svc.runner.parallel.meeting_store import MeetingStore
 from decoder_svc.runner.parallel.messages import Loaded, RankConfig, Start, encoded, received
+from decoder_svc.runner.parallel.rank_engine import RankEngine
 from decoder_svc.runner.parallel.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class OtherRanks:
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
-    def meet(self, config: RankConfig) -> RankGroup:
-        """Tells each rank what it loads, and waits until all have met.
+    def meet(self, config: RankConfig, engine: RankEngine) -> RankGroup:
+        """Tells each rank what it loads, and waits until all have met. `engine` is that of the device.
 
         Raises OSError or RuntimeError if one ends before.
         """
@@ -62,7 +63,7 @@ class OtherRanks:
         threads = store.answer(self.connections)
         logger.info("all %d ranks are there; they load the model", self.size)
         with _told_of_loss():
-            group = RankGroup(0, self.size, store, self._address)
+            group = RankGroup(0, self.size, store, engine, self._address)
         for thread in threads:
             thread.join()
         return group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -16,15 +16,18 @@ _MODULE = "decoder_svc.rank_worker"
 class RankProcesses:
     """One process for each other rank. The kernel ends them with the thread that started them."""
 
-    def __init__(self, number: int, arguments: Sequence[str]) -> None:
-        """Starts the processes, with arguments that follow the number of their connection's file."""
+    def __init__(self, environments: Sequence[Mapping[str, str]], arguments: Sequence[str]) -> None:
+        """Starts a process for each environment, which is added to that of this process.
+
+        The arguments follow the number of the connection's file.
+        """
         self.connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        for _ in range(number):
+        for environment in environments:
             ours, theirs = Pipe()
             with theirs:
                 file = theirs.fileno()
-                self._processes.append(start_bound_process(_MODULE, [str(file), *arguments], [file]))
+                self._processes.append(start_bound_process(_MODULE, [str(file), *arguments], [file], environment))
             self.connections.append(ours)
 
     @property

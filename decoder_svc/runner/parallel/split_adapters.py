@@ -21,9 +21,11 @@ from decoder_svc.runner.parallel.split_layers import GatheredColumns, SplitRows
 class SplitAdapters:
     """The layers of one rank, to which adapters are added (AdaptedModel)."""
 
-    def __init__(self, text_model: Any, table: AdapterTable, group: RankGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, text_model: Any, table: AdapterTable, group: RankGroup, device: torch.device, dtype: torch.dtype
+    ) -> None:
         """`text_model` is split, and its linear layers are those that compute."""
-        self._modules = AdaptedModules(text_model, table, torch.device("cpu"), dtype)
+        self._modules = AdaptedModules(text_model, table, device, dtype)
         self._group = group
         # The layers as they are before any of them is wrapped.
         self._layers = dict(text_model.named_modules())

@@ -71,6 +71,13 @@ def refusal(setting: str) -> str:
     return caught.value.message
 
 
+@pytest.mark.usefixtures("with_cuda")
+@pytest.mark.parametrize(("number", "detail"), [(1, "card 1"), (4, "card 1, the first of 4")])
+def test_doctor_is_told_how_many_gpus_there_are(number: int, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    assert cuda.PLATFORM.availability().detail == detail
+
+
 @pytest.mark.usefixtures("without_cuda")
 def test_without_a_cuda_device_auto_is_the_cpu_and_cuda_is_refused_with_the_reason() -> None:
     assert chosen_platform("auto") is chosen_platform("cpu") is cpu.PLATFORM

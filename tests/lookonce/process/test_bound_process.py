@@ -69,3 +69,21 @@ def test_it_has_the_import_path_of_its_parent_and_ignores_signals_for_all(
         process.wait(0.2)
     process.kill()
     assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+
+
+def test_variables_are_added_to_its_parents_environment(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "teller.py").write_text(
+        "import os, sys\nos.write(int(sys.argv[1]), repr(os.environ['A B']).encode())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for own, given, expected in (("parent", {}, b"'parent'"), ("parent", {"A B": "own"}, b"'own'")):
+        monkeypatch.setenv("A B", own)
+        readable, writable = os.pipe()
+        process = start_bound_process("teller", [str(writable)], [writable], given)
+        os.close(writable)
+        with open(readable, "rb") as written:
+            assert written.read() == expected
+        assert process.wait(TIMEOUT_S) == 0
+    assert os.environ["A B"] == "parent"

@@ -53,3 +53,17 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
             one.close()
         with pytest.raises((EOFError, OSError)):
             asking.result(TIMEOUT_S)
+
+
+def test_threads_of_the_engine_ask_nobody_once_the_ranks_have_met() -> None:
+    """NCCL has such threads. Rank 0 says what is to be computed by then."""
+    ours, theirs = Pipe()
+    store, other = MeetingStore(), RemoteStore(theirs)
+    threads = store.answer([ours])
+    other.leave()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    for call in (lambda: other.set("a", b""), lambda: other.get("a"), lambda: other.wait(["a"])):
+        with pytest.raises(RuntimeError, match="the ranks have met"):
+            call()
+    assert not ours.poll()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from decoder_svc.runner.parallel.gloo_engine import GlooEngine
 from decoder_svc.runner.parallel.meeting_store import MeetingStore
 from decoder_svc.runner.parallel.rank_group import RankGroup
 
@@ -30,7 +31,7 @@ class Ranks:
     def __init__(self, address: str | None) -> None:
         self._threads = ThreadPoolExecutor(SIZE)
         store = MeetingStore()
-        self.groups = self._together(lambda rank: RankGroup(rank, SIZE, store, address))
+        self.groups = self._together(lambda rank: RankGroup(rank, SIZE, store, GlooEngine(), address))
 
     def do(self, step: Callable[[RankGroup], ResultT]) -> list[ResultT]:
         return self._together(lambda rank: step(self.groups[rank]))
