@@ -1,7 +1,7 @@
 """`python -m decoder_svc.remote_rank`: settings → rank 0 → this rank's part of the model → steps, until rank 0 ends.
 
-SIGTERM ends it while it waits for rank 0. Later, rank 0 is told to end as well, and drains, for which it needs its
-ranks: this one goes on until rank 0 has ended. A second SIGTERM ends it at once.
+SIGTERM or SIGINT ends it while it waits for rank 0. Later, rank 0 is told to end as well, and drains, for which it
+needs its ranks: this one goes on until rank 0 has ended. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lookonce import __version__
 from lookonce.errors import LookonceError
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.model.model_folder import ModelFolder
+from lookonce.process.end_signals import END_SIGNALS, end_by
 from lookonce.process.heap import set_up_heap
 from lookonce.server.settings_parser import exit_with, parse_settings
 from lookonce.server.telemetry import configure_logging
@@ -49,6 +50,8 @@ def main() -> None:
     except LookonceError as error:
         exit_with(error)
     set_up_heap()
+    for number in END_SIGNALS:
+        end_by(number)
 
     def find() -> FoundLeader:
         from decoder_svc.runner.parallel.leader_search import find_leader
@@ -56,7 +59,8 @@ def main() -> None:
 
         host, _, port = settings.leader.rpartition(":")
         found = find_leader(host.strip("[]"), int(port), key, __version__, model_digest(folder))
-        signal.signal(signal.SIGTERM, _wait_for_leader)
+        for number in END_SIGNALS:
+            signal.signal(number, _wait_for_leader)
         threading.Thread(target=_end_with, args=(found.connection,), name="leader-watch", daemon=True).start()
         return found
 
@@ -72,7 +76,7 @@ def main() -> None:
 def _wait_for_leader(number: int, _: FrameType | None) -> None:
     logger.info("told to end; this rank goes on until the decoder has ended")
     _is_told.set()
-    signal.signal(number, signal.SIG_DFL)
+    end_by(number)
 
 
 def _end_with(connection: Connection) -> None:

@@ -15,11 +15,9 @@ import asyncio
 import json
 import os
 import pathlib
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import FrameType
 from typing import Any, Never
 
 import grpc.aio
@@ -30,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from lookonce.errors import ConfigurationError, StartupError
 from lookonce.identity import CallerRole
 from lookonce.logs import get_logger
+from lookonce.process.end_signals import END_SIGNALS, end_by
 from lookonce.process.garbage import settle
 from lookonce.process.heap import FreedMemory
 from lookonce.server.admission.authentication import load_authenticator
@@ -60,7 +59,6 @@ _LAST_ANSWERS_S = 2.0
 _QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 # Services that need no token: probes have none, and neither has the health check that a client's channel makes itself.
 _OPEN = frozenset({health.SERVICE_NAME})
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Time after which a thread must hand the interpreter to one that waits for it. A call passes through several threads,
 # and beside a busy event loop each passage took up to Python's default of 5 ms. Throughput is the same.
 _SWITCH_INTERVAL_S = 0.0002
@@ -168,14 +166,14 @@ class GrpcService:
         settle()
         signal_came = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in END_SIGNALS:
             loop.add_signal_handler(number, signal_came.set)
         signalled = asyncio.create_task(signal_came.wait())
         try:
             await asyncio.wait({signalled, readiness}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             signalled.cancel()
-            for number in _SIGNALS:
+            for number in END_SIGNALS:
                 loop.remove_signal_handler(number)
                 # A second signal ends the process even when the event loop hangs. PID 1 of a container needs a Python
                 # handler for that, which runs only while Python code does.
@@ -364,18 +362,6 @@ def _check_ready_file(path: pathlib.Path) -> None:
         raise ConfigurationError(f"ready_file: cannot write {path}: {reason}") from None
 
 
-def end_by(number: signal.Signals) -> None:
-    """Makes the signal end the process at once.
-
-    The first process of a container (PID 1) needs a handler for that: the kernel drops signals for which it has none.
-    """
-    signal.signal(number, _exit_at_once if os.getpid() == 1 else signal.SIG_DFL)
-
-
-def _exit_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
-
-
 def run(main: Coroutine[Any, Any, None]) -> Never:
     """Runs a service's main coroutine and ends the process.
 
@@ -384,7 +370,7 @@ def run(main: Coroutine[Any, Any, None]) -> Never:
     """
     # A process that is still loading has no calls to lose, and ending it at once frees its memory early. Without this,
     # asyncio would answer SIGINT by cancelling `main`, which loads a model in one piece.
-    for number in _SIGNALS:
+    for number in END_SIGNALS:
         end_by(number)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

@@ -282,6 +282,17 @@ def test_ranks_that_are_told_to_end_wait_until_the_decoder_has_drained(machines:
     assert "goes on until the decoder has ended" in machines.log_of("rank").read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_the_decoder_is_ended_by_a_signal(number: int, machines: Machines) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    rank = machines.start_rank(port, "rank")
+    machines.logged(machines.log_of("rank"), "not there yet")
+    rank.send_signal(number)
+    assert rank.wait(TIMEOUT_S) == -number
+    assert "Traceback" not in machines.log_of("rank").read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

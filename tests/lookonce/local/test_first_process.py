@@ -26,15 +26,23 @@ async def main():
 serving.run(main())
 """
 DRAINING = """
-import asyncio, signal
+import asyncio
+from lookonce.process.end_signals import END_SIGNALS, end_by
 from lookonce.server import serving
 async def main():
     # The handlers that serve_until_stopped sets when a drain begins.
-    serving.end_by(signal.SIGTERM)
-    serving.end_by(signal.SIGINT)
+    for number in END_SIGNALS:
+        end_by(number)
     print("draining", flush=True)
     await asyncio.sleep(3600)
 serving.run(main())
+"""
+RANK = """
+import sys
+from decoder_svc import remote_rank
+print("waiting", flush=True)
+sys.argv[1:] = ["--model", "models/demo", "--leader", "127.0.0.1:9", "--rank-key-file", "{key_file}"]
+remote_rank.main()
 """
 
 
@@ -84,3 +92,16 @@ def test_without_a_handler_the_kernel_passes_nothing_on() -> None:
         first.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert waiting.poll() is None
+
+
+def test_sigterm_ends_a_rank_that_waits_for_its_decoder(tmp_path: pathlib.Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("5a" * 32)
+    with first_process(RANK.format(key_file=key_file), "waiting") as (waiting, first):
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while waiting.poll() is None and time.monotonic() < deadline_s:
+            # Until its settings are read, the kernel drops the signal.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                first.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert waiting.poll() == 128 + signal.SIGTERM

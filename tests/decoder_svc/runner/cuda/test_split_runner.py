@@ -39,6 +39,7 @@ from tests.decoder_svc.runner.cuda.interpreted_triton import (
     triton_quantized,
     triton_recurrent,
     triton_rowwise,
+    triton_writes,
 )
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.lora_folders import lora_folder
@@ -48,7 +49,7 @@ from tests.tiny_families import FAMILIES
 
 # All questions at once, and some to spare: the fake's attention reads the whole pool for each token of a step.
 NUM_BLOCKS = 40
-QUANTIZED = (triton_attention, triton_layers, triton_penalties, triton_quantized, triton_rowwise)
+QUANTIZED = (triton_attention, triton_layers, triton_penalties, triton_quantized, triton_rowwise, triton_writes)
 WORST = WorstCase(64, 4, 300, 2, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32)
 
 
@@ -130,7 +131,7 @@ def test_our_kernels_compute_a_ranks_heads(
     name: str, modules: Sequence[types.ModuleType], tiny_family: Callable[[str], families.Conformance]
 ) -> None:
     family = tiny_family(name).offline
-    kernels = (triton_attention, triton_penalties, *modules)
+    kernels = (triton_attention, triton_penalties, triton_writes, *modules)
     with split(family, *kernels, max_num_seqs=2, max_num_batched_tokens=32) as (model, cuda):
         assert model.runner.backend.name == "triton"
         assert model.runner.recurrent is None or model.runner.recurrent.have_kernels
