@@ -31,7 +31,8 @@ class HostTransfer:
 
     def fetch(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts a copy to the host; returns a function that waits for it and returns the numbers."""
-        host = values.cpu()
+        # Also from host memory, which the next step may write to.
+        host = values.to("cpu", copy=True)
         return lambda: host
 
     def staging(self, num_bytes: int) -> Tensor:
