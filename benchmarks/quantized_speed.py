@@ -99,13 +99,14 @@ def section(cells: Sequence[Cell]) -> str:
         for cell in cells
         for form, steps_s in cell.steps_s.items()
     ]
+    rounds = dict.fromkeys(f"{len(cell.steps_s[_WHOLE])} in {cell.dtype}" for cell in cells)
     head = ["dtype", "batch", "weights", "memory", "step", "whole ÷ step", "least … most"]
     return (
         f"## {_NAME}\n\nHow fast are decode steps with weights of 8 and 4 bits: `--quantize` (int8, int4), and of "
         "folders: AWQ, GPTQ and compressed-tensors with groups of 64 inputs (W4A16, W8A16) or a scale for each output "
         "(W8A8), and float8 with scales of 128 × 128 weights? Goals in bfloat16: 1.7 (int8) and 2.5 (int4) with one "
         f"request, 1.0 with 32.\n\n{report.table(head, rows)}\n\n"
-        f"Context {_CONTEXT}; {len(cells[0].steps_s[_WHOLE])} interleaved rounds, medians. The memory includes the "
+        f"Context {_CONTEXT}; interleaved rounds ({', '.join(rounds)}), medians. The memory includes the "
         "embedding table, which stays whole. The output head gets 8 bits with `--quantize`, and "
         "is whole in the folders."
     )
