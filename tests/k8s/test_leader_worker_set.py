@@ -7,13 +7,11 @@ that we use, from its reference.
 from __future__ import annotations
 
 import pathlib
-import re
 import secrets
 from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from decoder_svc.runner.parallel.rank_handshake import KEY_BYTES, read_key
 from decoder_svc.settings import DecoderSettings, RankSettings
@@ -48,6 +46,7 @@ from tests.k8s.variants import (
     LEADER_WORKER_SET_PROD,
     Variant,
     build,
+    proposed_patches,
     rendered,
     skip_without_tool,
     write_overlay,
@@ -186,10 +185,7 @@ def test_the_number_of_ranks_is_the_size_of_the_group(manifests: list[Manifest])
 
 def test_the_proposed_patch_changes_the_number_of_ranks(tmp_path: pathlib.Path) -> None:
     skip_without_tool()
-    text = (_COMPONENT / "kustomization.yaml").read_text("utf-8")
-    shown = re.search(r"^# {15}patches:\n(?:# {15} .*\n)+", text, re.MULTILINE)
-    assert shown is not None
-    patches = yaml.safe_load(re.sub(r"^# {15}", "", shown[0], flags=re.MULTILINE))["patches"]
+    patches = proposed_patches(_COMPONENT / "kustomization.yaml", indent=15)
     write_overlay(tmp_path, LEADER_WORKER_SET, patches=patches)
     manifests = build(tmp_path)
     assert _decoder_settings(manifests).tensor_parallel_size == _group(manifests)["size"] == 4

@@ -6,7 +6,6 @@ import pathlib
 import re
 
 import pytest
-import yaml
 
 from decoder_svc.settings import DecoderSettings
 from lookonce.store.redis.url import DeploymentKind, parse_redis_url
@@ -24,7 +23,18 @@ from tests.k8s.manifests import (
     pod,
 )
 from tests.k8s.render import Manifest, containers_of
-from tests.k8s.variants import BASE, DEV_CPU, GPU, K8S, PROD, build, rendered, skip_without_tool, write_overlay
+from tests.k8s.variants import (
+    BASE,
+    DEV_CPU,
+    GPU,
+    K8S,
+    PROD,
+    build,
+    proposed_patches,
+    rendered,
+    skip_without_tool,
+    write_overlay,
+)
 
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
 # Fragmentation and client buffers need memory in addition to the entries.
@@ -90,10 +100,7 @@ def test_gpu_pods_have_one_gpu_each_and_use_it(case: ServiceCase) -> None:
 
 def test_the_proposed_patches_split_a_model_over_the_gpus_of_a_pod(tmp_path: pathlib.Path) -> None:
     skip_without_tool()
-    text = (K8S / "overlays/gpu/kustomization.yaml").read_text("utf-8")
-    shown = re.search(r"^#   patches:\n(?:#    .*\n)+", text, re.MULTILINE)
-    assert shown is not None
-    patches = yaml.safe_load(re.sub(r"^#   ", "", shown[0], flags=re.MULTILINE))["patches"]
+    patches = proposed_patches(K8S / "overlays/gpu/kustomization.yaml", indent=3)
     write_overlay(tmp_path, GPU, patches=patches)
     manifests = build(tmp_path)
     settings = parsed_settings(manifests, DECODER)

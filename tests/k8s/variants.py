@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import yaml
@@ -214,3 +216,12 @@ def build(folder: pathlib.Path) -> list[Manifest]:
         finished = run_tool(folder, "--output", str(path))
         assert (finished.returncode, finished.stderr) == (0, "")
         return load_documents(path)
+
+
+def proposed_patches(file: pathlib.Path, indent: int) -> list[dict[str, Any]]:
+    """Returns the patches that the comment of a kustomization shows, which begin behind so many spaces."""
+    prefix = rf"^# {{{indent}}}"
+    shown = re.search(rf"{prefix}patches:\n(?:{prefix} .*\n)+", file.read_text("utf-8"), re.MULTILINE)
+    assert shown is not None
+    patches: list[dict[str, Any]] = yaml.safe_load(re.sub(prefix, "", shown[0], flags=re.MULTILINE))["patches"]
+    return patches
