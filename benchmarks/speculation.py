@@ -21,7 +21,7 @@ from benchmarks import models, report
 from decoder_svc.prompt.family import load_family
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.runner_config import RunnerConfig
-from decoder_svc.runner.step_metadata import Embedded, PreparedInputs
+from decoder_svc.runner.step_metadata import PreparedInputs
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt
@@ -29,6 +29,7 @@ from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
+from decoder_svc.scheduling.scheduler_output import ScheduledChunk
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -132,8 +133,8 @@ class ScriptedRunner(CPUModelRunner):
     # By request; those that are not here say what the model says.
     scripts: dict[RequestId, Script]
 
-    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, needs_all_tokens: bool) -> Tensor:
-        logits = super()._forward(inputs, embedded, needs_all_tokens=needs_all_tokens)
+    def _forward(self, inputs: PreparedInputs, chunks: tuple[ScheduledChunk, ...], **how: bool) -> Tensor:
+        logits = super()._forward(inputs, chunks, **how)
         line = 0
         for request_id in inputs.flat.sampled_ids:
             row = self.batch[request_id]

@@ -25,9 +25,10 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 _NAME = "step_profile"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Timed methods of a step; the phases of the stack are listed below.
-_METHODS = ("_update_states", "prepare_inputs", "_embed")
+_METHODS = ("_update_states", "_flattened", "prepare_inputs")
 # By phase of the stack, in the order of a layer.
 _PHASES = {
+    "embeddings": "embeddings",
     "norms": "norms",
     "query_key_value": "queries, keys and values",
     "rotation": "rotation, writing keys and values",
@@ -35,6 +36,7 @@ _PHASES = {
     "attended": "output projection",
     "gate_up": "MLP: gate and up, activation",
     "down": "MLP: down",
+    "head": "head",
 }
 # The linear layers among them, as NativeStack.weights gives them.
 _LINEARS = ("query_key_value", "attended", "gate_up", "down")
@@ -126,9 +128,7 @@ class StepProfiler:
         # The first step is not among the whole ones, and the last one, which gives requests back, computes nothing.
         steps = [dict(zip(seconds, step, strict=True)) for step in zip(*seconds.values(), strict=False)][1:]
         outside = [name for name in seconds if name not in PHASES]
-        head = self._runner.model.lm_head
         phase_limits = self._phase_limits(limits, batch, context)
-        head_limit = limits.seconds(head.nbytes, 2.0 * batch * head.in_features * head.out_features)
 
         def part(title: str, *names: str, limit_s: float | None = None) -> Part:
             return Part(title, statistics.median(sum(step[name] for name in names) for step in steps), limit_s)
@@ -136,15 +136,13 @@ class StepProfiler:
         stack = [step["stack"] - sum(step[name] for name in PHASES) for step in steps]
         rest = [all_of_it - sum(step[name] for name in outside) for all_of_it, step in zip(whole, steps, strict=True)]
         parts = [
-            part("the scheduler's words to arrays", "_update_states", "prepare_inputs"),
-            part("embeddings", "_embed"),
+            part("the scheduler's words to arrays", *_METHODS),
             *(part(title, name, limit_s=phase_limits.get(name)) for name, title in _PHASES.items()),
-            Part("the stack's call: angles, waking threads", statistics.median(stack), None),
-            part("head", "head", limit_s=head_limit),
+            Part("the stack's call: its structures, waking threads", statistics.median(stack), None),
             part("choosing tokens", "sampler"),
             Part("between them", statistics.median(rest), None),
         ]
-        limit_s = sum(phase_limits.values()) + head_limit
+        limit_s = sum(phase_limits.values())
         return Profile(dtype, batch, context, statistics.median(whole), limit_s, parts)
 
     def _phase_limits(self, limits: Limits, batch: int, context: int) -> dict[str, float]:
@@ -153,6 +151,8 @@ class StepProfiler:
         for index, weights in enumerate(self._stack.weights()):
             num_operations = 2.0 * batch * weights.num_inputs * weights.num_outputs
             found[_LINEARS[index % len(_LINEARS)]] += limits.seconds(weights.nbytes, num_operations)
+        head = self._runner.model.lm_head
+        found["head"] = limits.seconds(head.nbytes, 2.0 * batch * head.in_features * head.out_features)
         # Scores and weighted values of all query heads.
         num_operations = 4.0 * batch * context * text.num_attention_heads * spec.head_dim * spec.num_layers
         found["attention"] = limits.seconds(batch * context * spec.block_bytes / spec.block_size, num_operations)
@@ -170,18 +170,16 @@ class _Timed:
         runner = self._runner
         for name in _METHODS:
             setattr(runner, name, self._noting(name, getattr(runner, name)))
-        runner.model.lm_head.forward = self._noting("head", runner.model.lm_head.forward)
         timed: Any = SimpleNamespace(launch=self._noting("sampler", self._sampler.launch))
         runner.sampler = timed
         stack: Any = self._stack
-        stack.forward = self._noting_phases(self._noting("stack", stack.forward))
+        stack.logits = self._noting_phases(self._noting("stack", stack.logits))
 
     def __exit__(self, *_: object) -> None:
         for name in _METHODS:
             delattr(self._runner, name)
         self._runner.sampler = self._sampler
-        for module in (self._runner.model.lm_head, self._stack):
-            del module.forward
+        del self._stack.logits
         self._stack.phase_ns = None
 
     def _noting_phases(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -433,11 +433,9 @@ class ModelRunnerBase(ABC):
             if self.leader is not None:
                 adapted = () if self.adapters is None else self.adapters.tokens
                 self.leader.begin_step(flat, adapted, has_images=self.batch.has_image_tokens(chunks))
-            inputs = self.prepare_inputs(flat)
-            embedded, likeliest = self._embed(inputs, chunks), None
+            inputs, likeliest = self.prepare_inputs(flat), None
             with self.hidden_states.keeping() if keeps_hidden else nullcontext():
-                # Adapters are added to all tokens of the step.
-                logits = self._forward(inputs, embedded, needs_all_tokens=keeps_hidden or has_adapters)
+                logits = self._forward(inputs, chunks, keeps_hidden=keeps_hidden, has_adapters=has_adapters)
             if keeps_hidden:
                 hidden = self.hidden_states.take()
                 embeddings = pooled(hidden, chunks, self.batch)
@@ -518,11 +516,29 @@ class ModelRunnerBase(ABC):
             first += chunk.num_tokens
         return placed
 
-    def _forward(self, inputs: PreparedInputs, embedded: Embedded, *, needs_all_tokens: bool) -> Tensor:
-        """Returns the logits of the sampled positions, `[num_sampled, vocab]`."""
-        arguments = embedded.tokens, inputs.positions, inputs.sampled_indexes
+    def _forward(
+        self,
+        inputs: PreparedInputs,
+        chunks: tuple[ScheduledChunk, ...],
+        *,
+        keeps_hidden: bool = False,
+        has_adapters: bool = False,
+    ) -> Tensor:
+        """Returns the logits of the sampled positions, `[num_sampled, vocab]`.
+
+        With `keeps_hidden`, the language model gives its output to hooks.
+        """
         with forward_context(self.backend, inputs.metadata):
+            language, has_images = self.language, self.batch.has_image_tokens(chunks)
+            if isinstance(language, LanguagePass) and language.takes_ids and not (keeps_hidden or has_images):
+                is_all = len(inputs.sampled_indexes) == len(inputs.token_ids)
+                sampled = None if is_all else inputs.sampled_indexes
+                return language.logits_of_ids(inputs.token_ids, inputs.positions, sampled)
+            embedded = self._embed(inputs, chunks)
+            arguments = embedded.tokens, inputs.positions, inputs.sampled_indexes
             if not (embedded.levels and embedded.row_indexes):
+                # Adapters are added to all tokens of the step.
+                needs_all_tokens = keeps_hidden or has_adapters
                 return self.language.logits(*arguments, inputs.token_ids, needs_all_tokens=needs_all_tokens)
             rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
             has_row = torch.zeros(len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)

@@ -332,6 +332,9 @@ class InputBatch:
                 of_chunk = slice(end - chunk.num_tokens, end)
                 token_ids[of_chunk] = row.ids_between(chunk.start, stop)
                 positions[:, of_chunk] = row.positions(chunk.start, stop, self._num_position_axes)
+        if len(places) == len(parts):
+            axes = [of_answers] * self._num_position_axes
+            return np.array(ids, dtype=np.int64), np.array(axes, dtype=np.int64)
         if places:
             token_ids[places] = ids
             positions[:, places] = of_answers
@@ -352,7 +355,9 @@ def _block_inputs(
             slots.append(table.slot(chunk.start))
         else:
             slot_mapping[end - chunk.num_tokens : end] = table.slots(chunk.start, stop, chunk.write_start, unread_slot)
-    if places:
+    if len(places) == len(parts):
+        slot_mapping = np.array(slots, dtype=np.int64)
+    elif places:
         slot_mapping[places] = slots
     return BlockInputs(
         slot_mapping=slot_mapping,

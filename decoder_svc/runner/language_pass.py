@@ -37,7 +37,7 @@ class _Computed:
             raise AttributeError(name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LanguagePass:
     """A model with its attention backend. Positions are `[num_axes, num_tokens]` everywhere."""
 
@@ -61,6 +61,25 @@ class LanguagePass:
     # Whether the layers and the head are called without the model around them; see `wraps_nothing`.
     is_direct: bool = False
 
+    @functools.cached_property
+    def _text_model(self) -> Any:
+        return getattr(self.model.model, text_child(self.model))
+
+    @functools.cached_property
+    def takes_ids(self) -> bool:
+        """Whether `logits_of_ids` can be called."""
+        looks_tokens_up = getattr(self._text_model, "looks_tokens_up", False)
+        return self.is_direct and self.fixed_embeddings is None and looks_tokens_up
+
+    @functools.cached_property
+    def _has_head(self) -> bool:
+        return getattr(self._text_model, "has_head", False)
+
+    def logits_of_ids(self, token_ids: Tensor, positions: Tensor, sampled: Tensor | None) -> Tensor:
+        """Returns what `logits` does for the embeddings of these tokens, none of which has a row of an image."""
+        logits: Tensor = self._text_model.logits(positions, sampled, token_ids=token_ids)
+        return logits
+
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
         table = self.model.get_input_embeddings()
@@ -75,8 +94,8 @@ class LanguagePass:
         """
         if self.padded_input_ids is None or not len(self.padded_input_ids):
             return token_ids
-        text_model = getattr(self.model.model, text_child(self.model))
-        return token_ids.masked_fill(torch.isin(token_ids, self.padded_input_ids), text_model.config.pad_token_id)
+        padding = self._text_model.config.pad_token_id
+        return token_ids.masked_fill(torch.isin(token_ids, self.padded_input_ids), padding)
 
     def look_up_rows(self, token_ids: Tensor) -> Tensor:
         """Returns the same with zeros for the further levels, `[num_tokens, row_elements]`."""
@@ -104,19 +123,22 @@ class LanguagePass:
         """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`.
 
         A model with experts of images, or with per-layer inputs, needs `token_ids`. With `needs_all_tokens`, all layers
-        compute all tokens.
+        compute all tokens, and the language model's output can be kept by a hook.
         """
+        if self.is_direct and self._has_head and not needs_all_tokens:
+            from_stack: Tensor = self._text_model.logits(positions, sampled, embeddings=embeddings)
+            return from_stack
         arguments = self._arguments(embeddings, positions)
         if self.is_direct:
-            hidden = getattr(self.model.model, text_child(self.model))(**arguments).last_hidden_state[0]
+            hidden = self._text_model(**arguments).last_hidden_state[0]
             direct: Tensor = self.model.lm_head(hidden if sampled is None else hidden[sampled])
             return direct
         if self.padded_input_ids is not None:
             assert token_ids is not None, "per-layer inputs are looked up by token"
             self._add_layer_inputs(arguments, token_ids)
-            text_model = getattr(self.model.model, text_child(self.model))
-            with computing_only(text_model, sampled if self.can_narrow and not needs_all_tokens else None) as narrowing:
-                hidden = text_model(**arguments).last_hidden_state[0]
+            narrowed = sampled if self.can_narrow and not needs_all_tokens else None
+            with computing_only(self._text_model, narrowed) as narrowing:
+                hidden = self._text_model(**arguments).last_hidden_state[0]
             return self.logits_of(hidden if sampled is None else narrowing.wanted(hidden, sampled))
         if token_ids is not None and self.image_expert_ids is not None:
             arguments["moe_mm_token_type_ids"] = torch.isin(token_ids, self.image_expert_ids)[None]
@@ -129,9 +151,8 @@ class LanguagePass:
 
     def _add_layer_inputs(self, arguments: dict[str, Any], token_ids: Tensor) -> None:
         """Adds what the layers of a model look up by themselves, if they do."""
-        text_model = getattr(self.model.model, text_child(self.model))
-        if getattr(text_model, "hidden_size_per_layer_input", 0):
-            arguments["per_layer_inputs"] = text_model.get_per_layer_inputs(self._known(token_ids)[None])
+        if getattr(self._text_model, "hidden_size_per_layer_input", 0):
+            arguments["per_layer_inputs"] = self._text_model.get_per_layer_inputs(self._known(token_ids)[None])
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Returns the logits of last hidden states `[num_rows, hidden_size]`, as `logits` computes them."""
@@ -151,8 +172,7 @@ class LanguagePass:
 
         `levels` have one row for each token that `has_row`, bool `[num_tokens]`, selects.
         """
-        text_model = getattr(self.model.model, text_child(self.model))
-        output = text_model(**self._arguments(embeddings, positions), **self.level_arguments(has_row, levels))
+        output = self._text_model(**self._arguments(embeddings, positions), **self.level_arguments(has_row, levels))
         return self.logits_of(output.last_hidden_state[0, sampled])
 
     @property
@@ -161,8 +181,7 @@ class LanguagePass:
         if not self.num_levels:
             return True
         # Models of transformers add levels to tokens that a mask selects, for which the host waits.
-        text_model = getattr(self.model.model, text_child(self.model))
-        return getattr(text_model, "adds_levels_without_waiting", False)
+        return getattr(self._text_model, "adds_levels_without_waiting", False)
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Computes one new token per request. This pass is recorded as a graph."""

@@ -69,7 +69,11 @@ def install_kernels(
     # Experts that were not copied stay in the mapped file: processes share its pages.
     if all(tensor is table or tensor.ndim < 3 for tensor in model.parameters()):
         detach_from_file(model)
-    return stack is not None and isinstance(model.lm_head, NativeLinear)
+    if stack is None or not isinstance(model.lm_head, NativeLinear):
+        return False
+    # It follows `detach_from_file`, which moves the table.
+    stack.take_head(model.lm_head.weights, model.get_input_embeddings())
+    return True
 
 
 def _checked_stack(
@@ -90,7 +94,7 @@ def _checked_stack(
     wanted = a_few.run(text_model, reference)
     if not wanted.isfinite().all():
         raise ModelFolderError(NOT_A_NUMBER)
-    stack = NativeStack(text_model, backend, recorded_options(reference), adapters)
+    stack = NativeStack(text_model, backend, recorded_options(reference), num_position_axes, adapters)
     found = relative_difference(a_few.run(stack, backend), wanted)
     # Written with `not` so that NaN fails.
     if not found <= TOLERANCES[spec.dtype]:

@@ -65,6 +65,8 @@ class _Table:
     stop_ids: list[npt.NDArray[np.int64]]
     # The arrays that the rows point to.
     held: list[npt.NDArray[np.generic]]
+    # Whether nothing changes from step to step: all rows are greedy, without penalties and log probabilities.
+    is_fixed: bool
 
     def holds(self, params: Sequence[SamplingParams], vocab: int) -> bool:
         """Whether these are the parameters of this table. Objects are compared by identity, which takes less time."""
@@ -89,29 +91,38 @@ class NativeSampler:
         """Does what Sampler.launch does. The tokens are known when it returns."""
         vocab = logits.shape[1]
         logits = logits.float().contiguous()
-        params = tuple(row.params for row in rows)
+        params = tuple([row.params for row in rows])
         if self._table is None or not self._table.holds(params, vocab):
             self._table = _table(params, vocab)
-        of_rows = self._table.rows.copy()
-        held = [array for index in range(len(rows)) for array in _fill(of_rows[index], rows[index], self._table, index)]
+        table = self._table
+        if table.is_fixed and all(row.mask is None and not row.num_likeliest for row in rows):
+            chosen, nan = self._chosen(logits, table.rows)
+            sampled = SampledRows(chosen.tolist(), [None] * len(rows), nan=nan)
+            return PendingSample(chosen, True, lambda: sampled)
+        of_rows = table.rows.copy()
+        held = [array for index in range(len(rows)) for array in _fill(of_rows[index], rows[index], table, index)]
         ids, numbers = _reports(of_rows)
         likeliest_ids = _likeliest(of_rows, rows)
-        chosen = torch.empty(len(rows), dtype=torch.int64)
+        chosen, nan = self._chosen(logits, of_rows)
+        found = [[token_id for token_id in of_row if token_id >= 0] for of_row in likeliest_ids.tolist()]
+        logprobs = _listed(of_rows["num_logprobs"], ids, numbers)
+        sampled = SampledRows(chosen.tolist(), logprobs, nan=nan, likeliest=found)
+        # Penalties and masks need the tokens before them.
+        return PendingSample(chosen, not held, lambda: sampled)
+
+    def _chosen(self, logits: Tensor, of_rows: npt.NDArray[np.void]) -> tuple[Tensor, tuple[int, ...]]:
+        """Returns one token for each row, and the rows whose logits are NaN, which have any token."""
+        chosen = torch.empty(len(of_rows), dtype=torch.int64)
         self._function(
             ctypes.c_void_p(logits.data_ptr()),
-            ctypes.c_int64(len(rows)),
-            ctypes.c_int64(vocab),
+            ctypes.c_int64(len(of_rows)),
+            ctypes.c_int64(logits.shape[1]),
             ctypes.c_void_p(of_rows.ctypes.data),
             ctypes.c_void_p(chosen.data_ptr()),
             ctypes.c_int64(self._num_threads),
         )
-        found = [[token_id for token_id in of_row if token_id >= 0] for of_row in likeliest_ids.tolist()]
-        logprobs = _listed(of_rows["num_logprobs"], ids, numbers)
-        # If a hidden state is NaN, no logit of it is a number.
-        nan = tuple(np.flatnonzero(np.isnan(logits[:, 0].numpy())).tolist())
-        sampled = SampledRows(chosen.tolist(), logprobs, nan=nan, likeliest=found)
-        # Penalties and masks need the tokens before them.
-        return PendingSample(chosen, not held, lambda: sampled)
+        nan = tuple([index for index, token_id in enumerate(chosen.tolist()) if token_id < 0])
+        return (torch.where(chosen < 0, ~chosen, chosen) if nan else chosen), nan
 
 
 def _fill(of_row: np.void, row: SampleRow, table: _Table, index: int) -> list[npt.NDArray[np.generic]]:
@@ -158,7 +169,10 @@ def _table(params: tuple[SamplingParams, ...], vocab: int) -> _Table:
             held += [ids, biases]
             _point(of_row, "bias_ids", ids, "num_biases")
             _point(of_row, "biases", biases)
-    return _Table(params, vocab, rows, stop_ids, held)
+    is_fixed = all(
+        one.is_greedy and not one.is_penalised and not one.min_tokens and one.logprobs is None for one in params
+    )
+    return _Table(params, vocab, rows, stop_ids, held, is_fixed)
 
 
 def _reports(of_rows: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

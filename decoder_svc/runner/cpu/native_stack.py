@@ -1,4 +1,4 @@
-"""All layers of a Llama-like language model in one native call per step (native/stack.cpp).
+"""A Llama-like language model in one native call per step (native/stack.cpp): all layers, embeddings and head.
 
 A stack copies the weights of transformers' modules and replaces them. Class names and modules decide whether a model
 is Llama-like; stack_check.py compares the results when a model is loaded.
@@ -20,9 +20,12 @@ from decoder_svc.runner.adapters.adapter_table import AdapterTable
 from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_adapters import NativeAdapters
-from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
+from decoder_svc.runner.cpu.native_step import are_below
+from decoder_svc.runner.cpu.native_structures import Embeddings, Stack, StackLayer, StackStep
+from decoder_svc.runner.cpu.rotary_table import RotaryTable, rotary_angles
 from lookonce.model.kernels.load_progress import LoadProgress
 from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
+from lookonce.model.kernels.packed_embedding import PackedEmbedding
 from lookonce.model.kernels.quantized_weight import QuantizedLinear, Weight, concatenated, dtype_of, padded, weight_of
 
 # Outputs of the MLP's first layer are interleaved in groups of this size: gates, then the values that they gate.
@@ -50,6 +53,26 @@ class StackOutput(NamedTuple):
     past_key_values: None = None
     hidden_states: None = None
     attentions: None = None
+
+
+class _Angles(NamedTuple):
+    """Cosines and sines, float32 `[num_rows, rotary_dim]`, and each token's row, int64 `[num_tokens]`."""
+
+    cosines: Tensor
+    sines: Tensor
+    # None: the rows are in the tokens' order.
+    rows: Tensor | None
+
+
+class _Results(NamedTuple):
+    """Tensors that a call of the stack fills."""
+
+    # The last norm, in the weights' type, [num_tokens, hidden_size]; None: it is not wanted.
+    hidden: Tensor | None = None
+    # The head's output, float32 [num_sampled, vocabulary]; None: it is not wanted.
+    logits: Tensor | None = None
+    # The tokens whose logits are computed, int64 [num_sampled]; None: all tokens.
+    sampled: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +122,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         text_model: Any,
         backend: NativeBackend,
         options: Sequence[LayerOptions],
+        num_position_axes: int,
         adapters: AdapterTable | None = None,
     ) -> None:
         """Copies the weights of `text_model`, which may be released afterwards. `options` has one entry per layer."""
@@ -106,6 +130,9 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.config = text_model.config
         self.embed_tokens = text_model.embed_tokens
         self.rotary_emb = text_model.rotary_emb
+        self._rotary_table = RotaryTable.of(
+            text_model.rotary_emb, num_position_axes, self.config.max_position_embeddings
+        )
         self._backend = backend
         self._options = tuple(options)
         self._dtype = dtype_of(text_model.layers[0].self_attn.q_proj)
@@ -126,6 +153,12 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             sizes = [_linear_sizes(layer) for layer in text_model.layers]
             self._adapters = NativeAdapters(adapters, sizes, self._dtype)
             adapters.apply_to(self._adapters)
+        # The output head; None: `logits` cannot be called.
+        self._head: Linear | None = None
+        # The table of embeddings; None: `logits` takes embeddings only.
+        self._embeddings: Embeddings | None = None
+        # Tensors and structures that both point to.
+        self._held: tuple[object, ...] = ()
         # The pools whose addresses are in the layers' structures.
         self._pools: object = None
         # True: `forward` runs the last layer only.
@@ -158,6 +191,52 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         """Returns the token embedding table."""
         return self.embed_tokens
 
+    def take_head(self, head: PackedWeights, table: Any) -> None:
+        """Lets `logits` compute the output head, and look tokens up in their table if it is a plain one."""
+        self._head, tied = head.struct(), head.struct()
+        weight = table.weight.data
+        self._held = (head, tied, weight)
+        if isinstance(table, PackedEmbedding):
+            self._embeddings = Embeddings(tied=ctypes.pointer(tied), num_embeddings=table.num_embeddings)
+        elif type(table) is torch.nn.Embedding and weight.dtype is self._dtype and weight.is_contiguous():
+            self._embeddings = Embeddings(rows=weight.data_ptr(), num_embeddings=len(weight))
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `logits` can be called."""
+        return self._head is not None
+
+    @property
+    def looks_tokens_up(self) -> bool:
+        """Whether `logits` takes ids of tokens."""
+        return self._embeddings is not None
+
+    def logits(
+        self,
+        positions: Tensor,
+        sampled: Tensor | None,
+        *,
+        embeddings: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Returns what the head gives for the output of `forward`, float32 `[num_sampled, vocabulary]`, bit for bit.
+
+        The tokens come as `embeddings` `[num_tokens, hidden_size]` or as int64 `token_ids` `[num_tokens]`; ids outside
+        the table get its last embedding. `positions` are int64 `[axes, num_tokens]`, `sampled` int64 `[num_sampled]`
+        (None: all tokens). The step comes from `forward_context`. Raises IndexError for a sampled index of no token.
+        """
+        assert self._head is not None, "take_head was not called"
+        num_tokens = positions.shape[1]
+        if sampled is not None and not are_below(sampled.numpy(), num_tokens):
+            raise IndexError(f"sampled indexes {sampled.tolist()} are outside of {num_tokens} tokens")
+        num_sampled = num_tokens if sampled is None else len(sampled)
+        logits = torch.empty(num_sampled, self._head.num_outputs)
+        hidden = None if embeddings is None else embeddings.to(torch.float32, copy=True).contiguous()
+        first = len(self._layers) - 1 if self._is_abridged else 0
+        results = _Results(logits=logits, sampled=sampled)
+        self._run(hidden, token_ids, self._angles(positions), results, first, len(self._layers))
+        return logits
+
     def forward(
         self,
         inputs_embeds: Tensor,
@@ -171,36 +250,65 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         The step comes from `forward_context`.
         """
         hidden = inputs_embeds[0].to(torch.float32, copy=True).contiguous()
-        cosines, sines = (part[0].contiguous() for part in self.rotary_emb(hidden[None], position_ids))
+        angles = self._angles(position_ids if position_ids.ndim == 2 else position_ids[:, 0])
         output = torch.empty(hidden.shape, dtype=self._dtype)
         levels = deepstack_visual_embeds or ()
         for index, level in enumerate(levels):
-            self._run(hidden, cosines, sines, None, index, index + 1)
+            self._run(hidden, None, angles, _Results(), index, index + 1)
             assert visual_pos_masks is not None, "levels need visual_pos_masks"
             hidden[visual_pos_masks[0]] += level.float()
         first = len(self._layers) - 1 if self._is_abridged else len(levels)
-        self._run(hidden, cosines, sines, output, first, len(self._layers))
+        self._run(hidden, None, angles, _Results(hidden=output), first, len(self._layers))
         return StackOutput(output[None])
 
+    def _angles(self, positions: Tensor) -> _Angles:
+        """Returns the angles of tokens at these positions, `[axes, num_tokens]`."""
+        table = self._rotary_table
+        if table is not None and table.covers(positions):
+            return _Angles(table.cosines, table.sines, positions[0])
+        found = rotary_angles(self.rotary_emb, positions if len(positions) == 1 else positions[:, None])
+        return _Angles(*found, None)
+
     def _run(
-        self, hidden: Tensor, cosines: Tensor, sines: Tensor, output: Tensor | None, first: int, stop: int
+        self,
+        hidden: Tensor | None,
+        token_ids: Tensor | None,
+        angles: _Angles,
+        results: _Results,
+        first: int,
+        stop: int,
     ) -> None:
+        """Computes layers [first, stop) of tokens that come as `hidden`, which changes, or as `token_ids`."""
         backend, metadata = current_step()
         assert backend is self._backend, "a stack runs only with the backend that it was created with"
         if self._pools is not self._backend.pools:
             self._bind_pools()
         step = self._backend.step(metadata)
         io = StackStep(
-            hidden=hidden.data_ptr(),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
-            output=None if output is None else output.data_ptr(),
-            rotary_dim=cosines.shape[-1],
+            cosines=angles.cosines.data_ptr(),
+            sines=angles.sines.data_ptr(),
+            rotary_dim=angles.cosines.shape[1],
             first_layer=first,
             stop_layer=stop,
-            phase_ns=None if self.phase_ns is None else self.phase_ns.data_ptr(),
         )
-        adapted = None if self._adapters is None else self._adapters.step(hidden.shape[0])
+        if hidden is not None:
+            io.hidden = hidden.data_ptr()
+        else:
+            assert token_ids is not None, "tokens are hidden states or ids"
+            assert self._embeddings is not None, "there is no table of embeddings"
+            io.token_ids, io.embeddings = token_ids.data_ptr(), ctypes.pointer(self._embeddings)
+        if angles.rows is not None:
+            io.angle_rows = angles.rows.data_ptr()
+        if results.hidden is not None:
+            io.output = results.hidden.data_ptr()
+        if results.logits is not None:
+            assert self._head is not None, "there is no head"
+            io.head, io.logits = ctypes.pointer(self._head), results.logits.data_ptr()
+            io.num_sampled = len(results.logits)
+            io.sampled = None if results.sampled is None else results.sampled.data_ptr()
+        if self.phase_ns is not None:
+            io.phase_ns = self.phase_ns.data_ptr()
+        adapted = None if self._adapters is None else self._adapters.step(step.struct.num_tokens)
         if adapted is not None:
             io.adapters = ctypes.pointer(adapted[0])
         self._function(ctypes.byref(self._stack), ctypes.byref(step.struct), ctypes.byref(io))

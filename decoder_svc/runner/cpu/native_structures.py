@@ -8,7 +8,9 @@ from decoder_svc.runner.state_step import StateStep
 from lookonce.model.kernels.native_linear import Linear
 
 # Phases of a stack whose time is measured separately (enum Phase in native/stack.cpp).
-PHASES = ("norms", "query_key_value", "rotation", "attention", "attended", "gate_up", "down")
+PHASES = (
+    "embeddings", "norms", "query_key_value", "rotation", "attention", "attended", "gate_up", "down", "head",
+)  # fmt: skip
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -153,14 +155,27 @@ class StepAdapters(ctypes.Structure):
     )
 
 
+class Embeddings(ctypes.Structure):
+    """A table of token embeddings."""
+
+    _fields_ = (("rows", _POINTER), ("tied", ctypes.POINTER(Linear)), ("num_embeddings", _INTEGER))
+
+
 class StackStep(ctypes.Structure):
     """Inputs and outputs of one call of the stack."""
 
     _fields_ = (
         ("hidden", _POINTER),
+        ("token_ids", _POINTER),
+        ("embeddings", ctypes.POINTER(Embeddings)),
         ("cosines", _POINTER),
         ("sines", _POINTER),
+        ("angle_rows", _POINTER),
         ("output", _POINTER),
+        ("head", ctypes.POINTER(Linear)),
+        ("logits", _POINTER),
+        ("sampled", _POINTER),
+        ("num_sampled", _INTEGER),
         ("rotary_dim", _INTEGER),
         ("first_layer", _INTEGER),
         ("stop_layer", _INTEGER),

@@ -194,7 +194,8 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         """`output_dtype` is the weights' type (None) or float32. Raises NativeLibraryError."""
         super().__init__()
         self.in_features, self.out_features = weights.num_inputs, weights.num_outputs
-        self._weights, self._struct, self._num_threads = weights, weights.struct(), num_threads
+        self.weights = weights
+        self._struct, self._num_threads = weights.struct(), num_threads
         self._output_dtype = output_dtype or weights.dtype
         self.activation = activation
         types = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((weights.dtype, self._output_dtype))]
@@ -202,7 +203,7 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the layer's outputs, `[..., outputs]`, contiguous."""
-        assert inputs.dtype == self._weights.dtype, f"inputs are {inputs.dtype}, weights {self._weights.dtype}"
+        assert inputs.dtype == self.weights.dtype, f"inputs are {inputs.dtype}, weights {self.weights.dtype}"
         inputs = inputs.contiguous()
         output = torch.empty((*inputs.shape[:-1], self.out_features), dtype=self._output_dtype)
         self._function(
@@ -218,12 +219,12 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
     @property
     def weight(self) -> Tensor:
         """An empty tensor of the weights' type, which some modules of transformers read from their layers."""
-        return torch.empty(0, dtype=self._weights.dtype)
+        return torch.empty(0, dtype=self.weights.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the packed weights take."""
-        return self._weights.nbytes
+        return self.weights.nbytes
 
 
 def native_linear(

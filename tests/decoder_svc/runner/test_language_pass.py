@@ -44,10 +44,10 @@ def test_logits_of_hidden_states_are_those_of_the_pass(
     runner, original = model.runner, model.runner._forward
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def forward(inputs: Any, embedded: Any, *, needs_all_tokens: bool) -> torch.Tensor:
-        assert not needs_all_tokens
+    def forward(inputs: Any, chunks: Any, **how: bool) -> torch.Tensor:
+        assert not any(how.values())
         with runner.hidden_states.keeping():
-            logits = original(inputs, embedded, needs_all_tokens=True)
+            logits = original(inputs, chunks, keeps_hidden=True)
         hidden = runner.hidden_states.take()[inputs.sampled_indexes]
         found.append((logits, runner.language.logits_of(hidden)))
         return logits

@@ -15,6 +15,7 @@
 #endif
 
 #include <cfloat>
+#include <cmath>
 #include <vector>
 
 #include "lanes.h"
@@ -814,7 +815,8 @@ int64_t sampled(Row& memory, const float* logits, const SampledRow& row, int64_t
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Samples one token for each row of `logits` [num_rows, vocab].
+// Samples one token for each row of `logits` [num_rows, vocab]. A row of NaN gives -1 minus a token: if a hidden state is
+// NaN, no logit of it is a number.
 void lookonce_sample(const float* logits, int64_t num_rows, int64_t vocab, const lookonce::SampledRow* rows,
                      int64_t* chosen, int64_t num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_rows > 1)
@@ -822,7 +824,8 @@ void lookonce_sample(const float* logits, int64_t num_rows, int64_t vocab, const
     static thread_local lookonce::Row memory;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_rows; ++i) {
-      chosen[i] = lookonce::sampled(memory, logits + i * vocab, rows[i], vocab);
+      const int64_t token = lookonce::sampled(memory, logits + i * vocab, rows[i], vocab);
+      chosen[i] = std::isnan(logits[i * vocab]) ? -1 - token : token;
     }
   }
 }

@@ -1,7 +1,8 @@
 // All layers of a Llama-like language model in one call: RMS norm, attention with rotary positions, gated MLP.
 //
-// One parallel region covers all layers, so threads are woken once per step. The Python interpreter's lock is released
-// during the call. Hidden states stay in float32 between layers; inputs of products have the weights' type.
+// One parallel region covers all layers and, where there are no images, the embeddings and the output head as well, so
+// threads are woken once per step. The Python interpreter's lock is released during the call. Hidden states stay in
+// float32 between layers; inputs of products have the weights' type.
 
 #include <chrono>
 #include <memory>
@@ -58,11 +59,25 @@ struct StepAdapters {
   int64_t max_rank;
 };
 
+// A table of token embeddings: `rows`, or the panels of a head that is tied to it.
+struct Embeddings {
+  const void* rows;  // [num_embeddings, hidden_size], in the weights' type; null: they are in `tied`.
+  const Linear* tied;
+  int64_t num_embeddings;
+};
+
 struct StackStep {
-  float* hidden;        // [num_tokens, hidden_size], changed in place.
-  const float* cosines;  // [num_tokens, rotary_dim]
+  float* hidden;  // [num_tokens, hidden_size], changed in place; null: the embeddings of `token_ids`.
+  const int64_t* token_ids;  // [num_tokens] Ids without an embedding get the last one.
+  const Embeddings* embeddings;
+  const float* cosines;  // [num_tokens, rotary_dim], or of all positions up to some number.
   const float* sines;
-  void* output;  // [num_tokens, hidden_size] Result of the last norm, in the weights' type; null: skip that norm.
+  const int64_t* angle_rows;  // [num_tokens] Each token's row in both; null: they are in the tokens' order.
+  void* output;  // [num_tokens, hidden_size] Result of the last norm, in the weights' type; null: not wanted.
+  const Linear* head;  // The output head; null: no logits.
+  float* logits;       // [num_sampled, vocabulary]
+  const int64_t* sampled;  // [num_sampled] Indexes of the tokens whose logits are computed; null: all tokens.
+  int64_t num_sampled;
   int64_t rotary_dim;
   int64_t first_layer;
   int64_t stop_layer;
@@ -73,7 +88,7 @@ struct StackStep {
 namespace {
 
 // PHASES in native_structures.py has the same order.
-enum Phase { kNorms, kQueryKeyValue, kRotation, kAttention, kAttended, kGateUp, kDown, kNumPhases };
+enum Phase { kEmbeddings, kNorms, kQueryKeyValue, kRotation, kAttention, kAttended, kGateUp, kDown, kHead, kNumPhases };
 
 // The clock of one thread. It is read when all items of a phase are done, so a phase includes waiting for the slowest
 // thread.
@@ -129,20 +144,27 @@ class StackRun {
     partials_.reset(new float[num_partials]);
     integers_.reserve(tokens, std::max({stack.hidden_size, query_size, stack.mlp_size}));
     if (io.adapters != nullptr) lowered_.reset(new float[tokens * io.adapters->max_rank]);
+    if (io.hidden == nullptr) looked_up_.reset(new float[tokens * stack.hidden_size]);
+    hidden_ = io.hidden == nullptr ? looked_up_.get() : io.hidden;
   }
 
   void run() {
     const int64_t per_layer = kPhasesPerLayer + (io_.adapters == nullptr ? int64_t{0} : int64_t{kNumLinears});
-    Phases phases((io_.stop_layer - io_.first_layer) * per_layer + 1);
+    Phases phases((io_.stop_layer - io_.first_layer) * per_layer + kPhasesAround);
 #pragma omp parallel num_threads(step_.num_threads)
     {
       Worker worker(phases);
       PhaseClock clock(omp_get_thread_num() == 0 ? io_.phase_ns : nullptr);
+      if (io_.hidden == nullptr) {
+        look_up(worker);
+        clock.ends(kEmbeddings);
+      }
       for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(l, worker, clock);
       if (io_.output != nullptr) {
         normalise<Type>(worker, stack_.last_norm, static_cast<Element*>(io_.output));
         clock.ends(kNorms);
       }
+      if (io_.head != nullptr && io_.num_sampled > 0) head(worker, clock);
     }
   }
 
@@ -168,12 +190,52 @@ class StackRun {
   static constexpr int64_t kRanksAtOnce = 4;
   // Four linear layers of up to two phases, two norms, rotation and attention.
   static constexpr int64_t kPhasesPerLayer = 7 + kNumLinears + TypeAttention::kNumPhases;
+  // Embeddings, one norm for the output and one for the head, and its linear layer.
+  static constexpr int64_t kPhasesAround = 5;
 
   // Called by all threads, like all functions below.
+  void look_up(Worker& worker) const {
+    const Embeddings& table = *io_.embeddings;
+    const int64_t size = stack_.hidden_size, words = size / Type::kPerWord;
+    worker.run(step_.num_tokens, Worker::grain_of(step_.num_tokens), [&](int64_t token) {
+      const auto last = static_cast<uint64_t>(table.num_embeddings - 1);
+      const auto id = static_cast<int64_t>(std::min(static_cast<uint64_t>(io_.token_ids[token]), last));
+      float* to = hidden_ + token * size;
+      if (table.rows != nullptr) {
+        const Element* from = static_cast<const Element*>(table.rows) + id * size;
+        for (int64_t i = 0; i < size; i += kLanes) store_floats(to + i, Type::load(from + i));
+        return;
+      }
+      const uint32_t* from = table.tied->panels + id / kTileColumns * words * kTileColumns + id % kTileColumns;
+      alignas(64) uint32_t gathered[kLanes];
+      constexpr int64_t kWords = kLanes / Type::kPerWord;
+      for (int64_t w = 0; w < words; w += kWords) {
+        for (int64_t i = 0; i < kWords; ++i) gathered[i] = from[(w + i) * kTileColumns];
+        store_floats(to + w * Type::kPerWord, Type::load(reinterpret_cast<const Element*>(gathered)));
+      }
+    });
+  }
+
+  void head(Worker& worker, PhaseClock& clock) const {
+    const int64_t size = stack_.hidden_size, vocabulary = io_.head->num_outputs;
+    worker.run(io_.num_sampled, Worker::grain_of(io_.num_sampled), [&](int64_t row) {
+      const int64_t token = io_.sampled == nullptr ? row : io_.sampled[row];
+      normalise_token<LeftOf<Type>>(token, stack_.last_norm, normed_.get() + row * size);
+      round_input_row<Type>(*io_.head, normed_.get(), row, integers_);
+    });
+    clock.ends(kNorms);
+    linear<Type>(worker, *io_.head, normed_.get(), io_.num_sampled, integers_, true,
+                 [&](int64_t row, int64_t column, const float* sums) {
+      const int64_t count = std::min(kTileColumns, vocabulary - column);
+      std::copy(sums, sums + count, io_.logits + row * vocabulary + column);
+    });
+    clock.ends(kHead);
+  }
+
   void layer(int64_t index, Worker& worker, PhaseClock& clock) const {
     const StackLayer& layer = stack_.layers[index];
     const int64_t size = stack_.hidden_size, tokens = step_.num_tokens;
-    float* hidden = io_.hidden;
+    float* hidden = hidden_;
     const auto add_to_hidden = [&](LinearIndex linear) {
       return [this, index, linear, hidden, size](int64_t row, int64_t column, float* sums) {
         add_low_rank(index, linear, row, column, sums);
@@ -182,11 +244,11 @@ class StackRun {
         for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
       };
     };
-    normalise<LeftOf<Type>>(worker, layer.input_norm, normed_.get());
+    normalise_inputs(worker, layer.input_norm, layer.query_key_value);
     clock.ends(kNorms);
     const int64_t projected_size = layer.query_key_value.num_outputs;
     lower(worker, index, kQueryKeyValueLinear, layer.query_key_value, normed_.get());
-    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, integers_,
+    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, integers_, true,
                  [&](int64_t row, int64_t column, float* sums) {
       add_low_rank(index, kQueryKeyValueLinear, row, column, sums);
       const int64_t count = std::min(kTileColumns, projected_size - column);
@@ -201,12 +263,12 @@ class StackRun {
         .run(worker);
     clock.ends(kAttention);
     lower(worker, index, kAttendedLinear, layer.attended, attended_.get());
-    linear<Type>(worker, layer.attended, attended_.get(), tokens, integers_, add_to_hidden(kAttendedLinear));
+    linear<Type>(worker, layer.attended, attended_.get(), tokens, integers_, false, add_to_hidden(kAttendedLinear));
     clock.ends(kAttended);
-    normalise<LeftOf<Type>>(worker, layer.attended_norm, normed_.get());
+    normalise_inputs(worker, layer.attended_norm, layer.gate_up);
     clock.ends(kNorms);
     lower(worker, index, kGateUpLinear, layer.gate_up, normed_.get());
-    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, integers_,
+    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, integers_, true,
                  [&](int64_t row, int64_t column, float* sums) {
       add_low_rank(index, kGateUpLinear, row, column, sums);
       const Floats gate = load_floats(sums), gated = gated_by_sigmoid<Type::kIsRough>(gate, gate);
@@ -214,7 +276,7 @@ class StackRun {
     });
     clock.ends(kGateUp);
     lower(worker, index, kDownLinear, layer.down, gated_.get());
-    linear<Type>(worker, layer.down, gated_.get(), tokens, integers_, add_to_hidden(kDownLinear));
+    linear<Type>(worker, layer.down, gated_.get(), tokens, integers_, false, add_to_hidden(kDownLinear));
     clock.ends(kDown);
   }
 
@@ -269,16 +331,29 @@ class StackRun {
     for (int64_t v = 0; v < 2; ++v) store_floats(sums + v * kLanes, even[v] + odd[v]);
   }
 
+  // Normalises the hidden states for a linear layer, and rounds them if it multiplies integers.
+  void normalise_inputs(Worker& worker, const float* weights, const Linear& next) const {
+    worker.run(step_.num_tokens, Worker::grain_of(step_.num_tokens), [&](int64_t token) {
+      normalise_token<LeftOf<Type>>(token, weights, normed_.get() + token * stack_.hidden_size);
+      round_input_row<Type>(next, normed_.get(), token, integers_);
+    });
+  }
+
   template <typename Out>
   void normalise(Worker& worker, const float* weights, typename Out::Element* to) const {
-    const int64_t size = stack_.hidden_size;
     worker.run(step_.num_tokens, Worker::grain_of(step_.num_tokens), [&](int64_t token) {
-      const float* from = io_.hidden + token * size;
-      const float factor = 1.0f / std::sqrt(squares(from, size) / size + stack_.norm_epsilon);
-      for (int64_t i = 0; i < size; i += kLanes) {
-        Out::store(to + token * size + i, load_floats(from + i) * factor * load_floats(weights + i));
-      }
+      normalise_token<Out>(token, weights, to + token * stack_.hidden_size);
     });
+  }
+
+  template <typename Out>
+  void normalise_token(int64_t token, const float* weights, typename Out::Element* to) const {
+    const int64_t size = stack_.hidden_size;
+    const float* from = hidden_ + token * size;
+    const float factor = 1.0f / std::sqrt(squares(from, size) / size + stack_.norm_epsilon);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      Out::store(to + i, load_floats(from + i) * factor * load_floats(weights + i));
+    }
   }
 
   // Rotates and stores queries in their buffer, and keys and values in the pools.
@@ -305,8 +380,9 @@ class StackRun {
   template <typename Out>
   void rotate(const float* head, const float* norm, int64_t token, typename Out::Element* to) const {
     const int64_t dim = stack_.heads.head_dim, half = io_.rotary_dim / 2;
-    const float* cosines = io_.cosines + token * io_.rotary_dim;
-    const float* sines = io_.sines + token * io_.rotary_dim;
+    const int64_t row = io_.angle_rows == nullptr ? token : io_.angle_rows[token];
+    const float* cosines = io_.cosines + row * io_.rotary_dim;
+    const float* sines = io_.sines + row * io_.rotary_dim;
     alignas(64) float own[kMaxHeadDim], rotated[kMaxHeadDim];
     const float factor = norm == nullptr ? 1.0f : 1.0f / std::sqrt(squares(head, dim) / dim + stack_.norm_epsilon);
     for (int64_t d = 0; d < dim; ++d) rotated[d] = own[d] = norm == nullptr ? head[d] : head[d] * factor * norm[d];
@@ -322,7 +398,10 @@ class StackRun {
   const StackStep& io_;
   const std::vector<char> is_last_;
   std::vector<AttentionPlan> plans_;
+  // Hidden states, [num_tokens, hidden_size]: those of the step, or `looked_up_`.
+  float* hidden_;
   // Buffers for all tokens, uninitialised.
+  std::unique_ptr<float[]> looked_up_;
   std::unique_ptr<Left[]> normed_, queries_, attended_, gated_;
   std::unique_ptr<float[]> projected_, partials_;
   // Inputs of quantized layers.

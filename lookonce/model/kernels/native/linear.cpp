@@ -45,7 +45,7 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
     } else {
       left = input;
     }
-    linear<Type>(worker, layer, left, num_rows, integers, [&](int64_t row, int64_t column, float* sums) {
+    linear<Type>(worker, layer, left, num_rows, integers, false, [&](int64_t row, int64_t column, float* sums) {
       activate<Out::kIsRough>(activation, sums, kTileColumns);
       store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
     });

@@ -26,11 +26,13 @@ constexpr int64_t kChunkBytes = 1 << 18;
 constexpr int64_t kAheadWords = 2048;
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
-// `integers` is a buffer for quantized layers, which are two phases.
+// `integers` is a buffer for quantized layers, which are two phases unless the inputs are in it already (`is_rounded`).
 template <typename Type, typename Finish>
 void linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
-            IntegerInputs& integers, Finish finish) {
-  if (layer.codes != nullptr) return quantized_linear<Type>(worker, layer, input, num_rows, integers, finish);
+            IntegerInputs& integers, bool is_rounded, Finish finish) {
+  if (layer.codes != nullptr) {
+    return quantized_linear<Type>(worker, layer, input, num_rows, integers, is_rounded, finish);
+  }
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_words = layer.num_inputs / Type::kPerWord;
   const int64_t row_bytes = layer.num_inputs * sizeof(*input);
@@ -39,7 +41,7 @@ void linear(Worker& worker, const Linear& layer, const typename Type::Left* inpu
   const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
   // A thread takes several neighbouring panels at a time if there are enough for all threads to end together.
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
-  worker.run(num_chunks * num_panels, side_by_side, [&](int64_t item) {
+  worker.run_alike(num_chunks * num_panels, side_by_side, [&](int64_t item) {
     const int64_t chunk = item / num_panels * chunk_rows, panel = item % num_panels;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
     alignas(64) float sums[kRows * kTileColumns];

@@ -56,22 +56,50 @@ class Worker {
   // Returns when all items are done, and what they wrote can be read.
   template <typename Body>
   void run(int64_t num_items, int64_t grain, Body body) {
-    assert(next_ < phases_.num_phases_);
-    Phases::Phase& phase = phases_.phases_[next_++];
-    const int32_t total = static_cast<int32_t>(num_items);
+    Phases::Phase& phase = next_phase();
+    int64_t count = 0;
     while (true) {
       const int64_t first = phase.taken.fetch_add(grain, std::memory_order_relaxed);
       if (first >= num_items) break;
       const int64_t stop = std::min(first + grain, num_items);
       for (int64_t item = first; item < stop; ++item) body(item);
-      const int32_t count = static_cast<int32_t>(stop - first);
-      const bool is_last = phase.done.fetch_add(count, std::memory_order_seq_cst) + count == total;
+      count += stop - first;
+    }
+    end(phase, count, num_items);
+  }
+
+  // Does the same for items that take equally long. A thread takes many neighbours at first, and at least `grain`.
+  template <typename Body>
+  void run_alike(int64_t num_items, int64_t grain, Body body) {
+    Phases::Phase& phase = next_phase();
+    const int64_t num_parts = 2 * omp_get_num_threads();
+    int64_t count = 0, first = phase.taken.load(std::memory_order_relaxed);
+    while (first < num_items) {
+      const int64_t taken = std::min(std::max(grain, (num_items - first) / num_parts), num_items - first);
+      if (!phase.taken.compare_exchange_weak(first, first + taken, std::memory_order_relaxed)) continue;
+      for (int64_t item = first; item < first + taken; ++item) body(item);
+      count += taken;
+      first = phase.taken.load(std::memory_order_relaxed);
+    }
+    end(phase, count, num_items);
+  }
+
+ private:
+  Phases::Phase& next_phase() {
+    assert(next_ < phases_.num_phases_);
+    return phases_.phases_[next_++];
+  }
+
+  // Adds the items that this thread has computed, and waits for all others.
+  static void end(Phases::Phase& phase, int64_t count, int64_t num_items) {
+    const int32_t total = static_cast<int32_t>(num_items), own = static_cast<int32_t>(count);
+    if (own > 0) {
+      const bool is_last = phase.done.fetch_add(own, std::memory_order_seq_cst) + own == total;
       if (is_last && phase.has_sleepers.load(std::memory_order_seq_cst)) wake(phase.done);
     }
     wait(phase, total);
   }
 
- private:
   // Tries of some tens of nanoseconds each, as openmp.py sets them for OpenMP.
   static constexpr int kNumSpins = 1000;
 

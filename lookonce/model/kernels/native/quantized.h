@@ -32,7 +32,9 @@ namespace lookonce {
 constexpr int64_t kExpandedInputs = 128;
 constexpr int64_t kExpandedRows = 96;
 // Distance at which codes are prefetched, bytes.
-constexpr int64_t kAheadCodes = 4096;
+constexpr int64_t kAheadCodes = 8192;
+// Panels by which scales are prefetched ahead.
+constexpr int64_t kAheadPanels = 2;
 
 // The largest input of a block as an integer: 256 · upper + lower, both of which are signed bytes.
 constexpr int32_t kLargestInteger = 127 * 256 + 127;
@@ -714,6 +716,10 @@ void multiply_bytes(const Linear& layer, int64_t panel, const IntegerInputs& inp
 template <CodeForm kForm>
 void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& inputs, int64_t first_row,
                        int64_t num_rows, float* sums) {
+  const int64_t num_groups = (layer.num_inputs + layer.group_inputs - 1) / layer.group_inputs;
+  const int64_t scale_bytes = num_groups * kTileColumns * layer.factor_bytes;
+  const char* ahead = static_cast<const char*>(layer.scales) + (panel + kAheadPanels) * scale_bytes;
+  for (int64_t i = 0; i < scale_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
 #if defined(__AVX512VNNI__)
   if (layer.word_inputs == 4) return multiply_bytes<kForm>(layer, panel, inputs, first_row, num_rows, sums);
 #endif
@@ -730,33 +736,60 @@ void multiply_integers(const Linear& layer, int64_t panel, const IntegerInputs& 
   }
 }
 
-// Rounds the inputs [num_rows, num_inputs] of a layer of bfloat16 whose codes are integers. A phase, except for layers
-// that take inputs as they are.
+// Whether a layer multiplies integers; otherwise it takes inputs as they are.
+template <typename Type>
+inline bool takes_integers(const Linear& layer) {
+  return Type::kIsRough && layer.codes != nullptr && layer.code_form != CodeForm::kFloat8;
+}
+
+// Rounds a block of the inputs [rows, num_inputs] of a layer that multiplies integers. `item` counts the blocks of all
+// rows.
+template <typename Type>
+inline void round_input_block(const Linear& layer, const typename Type::Left* input, int64_t item,
+                              IntegerInputs& integers) {
+  if constexpr (Type::kIsRough) {
+    const int64_t size = layer.block_inputs, blocks = num_blocks(layer);
+    const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
+    const int64_t count = std::min(size, layer.num_inputs - first);
+    float *scale = integers.scales.get() + item, *sum = integers.sums.get() + item;
+#if defined(__AVX512VNNI__)
+    if (layer.word_inputs == 4) {
+      const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs), to = item / blocks * stride + first;
+      int8_t *lower = integers.lower.data() + to, *upper = integers.upper.data() + to;
+      round_block_to_bytes(input + at, count, lower, upper, scale, sum, integers.excess.get() + item);
+      // What a word or a tile reads behind the last input.
+      const int64_t behind = first + count == layer.num_inputs ? stride - layer.num_inputs : 0;
+      std::fill(lower + count, lower + count + behind, int8_t{0});
+      std::fill(upper + count, upper + count + behind, int8_t{0});
+      return;
+    }
+#endif
+    round_block<Type>(input + at, count, integers.integers.get() + at, scale, sum);
+  }
+}
+
+// Rounds all inputs of one row, if the layer multiplies integers.
+template <typename Type>
+inline void round_input_row(const Linear& layer, const typename Type::Left* input, int64_t row,
+                            IntegerInputs& integers) {
+  if (!takes_integers<Type>(layer)) return;
+  const int64_t blocks = num_blocks(layer);
+  for (int64_t block = 0; block < blocks; ++block) {
+    round_input_block<Type>(layer, input, row * blocks + block, integers);
+  }
+}
+
+// Inputs that one thread rounds at least: fewer take no longer than telling another thread.
+constexpr int64_t kRoundedAtOnce = 2048;
+
+// Rounds the inputs [num_rows, num_inputs] of a layer that multiplies integers: a phase.
 template <typename Type>
 void round_inputs(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
                   IntegerInputs& integers) {
-  if constexpr (Type::kIsRough) {
-    if (layer.code_form == CodeForm::kFloat8) return;
-    const int64_t size = layer.block_inputs, blocks = num_blocks(layer), num_items = num_rows * blocks;
-    worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
-      const int64_t first = item % blocks * size, at = item / blocks * layer.num_inputs + first;
-      const int64_t count = std::min(size, layer.num_inputs - first);
-      float *scale = integers.scales.get() + item, *sum = integers.sums.get() + item;
-#if defined(__AVX512VNNI__)
-      if (layer.word_inputs == 4) {
-        const int64_t stride = IntegerInputs::bytes_stride(layer.num_inputs), to = item / blocks * stride + first;
-        int8_t *lower = integers.lower.data() + to, *upper = integers.upper.data() + to;
-        round_block_to_bytes(input + at, count, lower, upper, scale, sum, integers.excess.get() + item);
-        // What a word or a tile reads behind the last input.
-        const int64_t behind = first + count == layer.num_inputs ? stride - layer.num_inputs : 0;
-        std::fill(lower + count, lower + count + behind, int8_t{0});
-        std::fill(upper + count, upper + count + behind, int8_t{0});
-        return;
-      }
-#endif
-      round_block<Type>(input + at, count, integers.integers.get() + at, scale, sum);
-    });
-  }
+  if (!takes_integers<Type>(layer)) return;
+  const int64_t num_items = num_rows * num_blocks(layer);
+  const int64_t grain = std::max(Worker::grain_of(num_items), kRoundedAtOnce / layer.block_inputs);
+  worker.run(num_items, grain, [&](int64_t item) { round_input_block<Type>(layer, input, item, integers); });
 }
 
 // Computes the sums [num_rows, 32] of a panel for up to kExpandedRows rows from `first_row`, without bias.
@@ -778,15 +811,16 @@ void quantized_sums(const Linear& layer, int64_t panel, const typename Type::Lef
 }
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
-// It is two phases with bfloat16 and codes that are integers. Otherwise it is one, which needs no `integers`.
+// It is two phases with bfloat16 and codes that are integers, unless the inputs are in `integers` already (`is_rounded`).
+// Otherwise it is one, which needs no `integers`.
 template <typename Type, typename Finish>
 void quantized_linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows,
-                      IntegerInputs& integers, Finish finish) {
-  round_inputs<Type>(worker, layer, input, num_rows, integers);
+                      IntegerInputs& integers, bool is_rounded, Finish finish) {
+  if (!is_rounded) round_inputs<Type>(worker, layer, input, num_rows, integers);
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_chunks = (num_rows + kExpandedRows - 1) / kExpandedRows;
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
-  worker.run(num_chunks * num_panels, side_by_side, [&](int64_t item) {
+  worker.run_alike(num_chunks * num_panels, side_by_side, [&](int64_t item) {
     const int64_t chunk = item / num_panels * kExpandedRows, panel = item % num_panels;
     const int64_t count = std::min(kExpandedRows, num_rows - chunk);
     alignas(64) float sums[kExpandedRows * kTileColumns];

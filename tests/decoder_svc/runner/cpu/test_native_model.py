@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import pathlib
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
 from decoder_svc.runner.cpu import native_model
@@ -21,7 +19,7 @@ from lookonce.model.kernels.kernel_choice import PYTORCH, KernelChoice
 from lookonce.model.kernels.native_linear import NativeLinear
 from lookonce.model.kernels.packed_embedding import PackedEmbedding
 from tests import tiny_models
-from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model
+from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model, tie_head
 from tests.tiny_families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -94,13 +92,7 @@ def test_a_tied_model_has_its_table_once(name: str, is_plain: bool, tmp_path: pa
     """The head's kernel had a copy of the table, so both were in memory."""
     FAMILIES[name].build(tmp_path)
     untied = load(tmp_path, torch.bfloat16)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for part in (config, config["text_config"]):
-        part["tie_word_embeddings"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (weights,) = tmp_path.glob("*.safetensors")
-    tensors = {key: tensor for key, tensor in load_file(weights).items() if "lm_head" not in key}
-    save_file(tensors, weights, metadata={"format": "pt"})
+    tie_head(tmp_path)
     tied = load(tmp_path, torch.bfloat16)
     table, head = tied.model.get_input_embeddings(), tied.model.lm_head
     assert isinstance(table, PackedEmbedding) == is_plain

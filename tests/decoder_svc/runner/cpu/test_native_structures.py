@@ -16,8 +16,8 @@ from lookonce.model.kernels import native_linear
 # Structures whose names differ, C++ to Python.
 NAMES = {"LayerOptions": "Options", "LowRank": "LowRankMatrices", "StateStep": "NativeStateStep"}
 MIRRORED = (
-    "BlockGroup", "Experts", "ExpertStep", "Heads", "LayerAdapter", "LayerOptions", "Linear", "LowRank", "Pools",
-    "Stack", "StackLayer", "StackStep", "StateStep", "Step", "StepAdapters",
+    "BlockGroup", "Embeddings", "Experts", "ExpertStep", "Heads", "LayerAdapter", "LayerOptions", "Linear", "LowRank",
+    "Pools", "Stack", "StackLayer", "StackStep", "StateStep", "Step", "StepAdapters",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
