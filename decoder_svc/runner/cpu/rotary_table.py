@@ -16,18 +16,23 @@ from torch import Tensor
 _FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 # Positions that are computed at a time.
 _NUM_AT_ONCE = 1024
+# Limit of what a table reserves: 134 MB with heads of 128. Angles of later positions are computed in each step.
+_MOST_POSITIONS = 1 << 17
 
 
 class RotaryTable:
     """The angles of tokens whose position is the same on all axes: all tokens of texts."""
 
     def __init__(self, rotary: Any, num_axes: int, num_positions: int) -> None:
-        """`rotary` is a module of transformers; it takes positions `[1, T]`, or `[num_axes, 1, T]`."""
+        """`rotary` is a module of transformers; it takes positions `[1, T]`, or `[num_axes, 1, T]`.
+
+        `num_positions` are those of the model.
+        """
         self._rotary = rotary
         self._num_axes = num_axes
         size = rotary_angles(rotary, self._positions(0, 1))[0].shape[1]
         # Rows are written when they are needed: pages that nobody has written take no memory.
-        self.cosines, self.sines = (torch.empty(num_positions, size) for _ in range(2))
+        self.cosines, self.sines = (torch.empty(min(num_positions, _MOST_POSITIONS), size) for _ in range(2))
         self._num_filled = 0
 
     @classmethod

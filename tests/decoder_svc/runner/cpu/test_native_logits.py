@@ -12,6 +12,7 @@ from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, forwa
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.language_pass import LanguagePass
+from lookonce.model.kernels.native_level import processor_levels
 from lookonce.model.kernels.packed_embedding import PackedEmbedding
 from lookonce.model.structure.fixed_embeddings import FixedEmbeddings
 from tests.decoder_svc.runner.cpu.loaded_runner import BLOCK_SIZE, load, text_model, tie_head
@@ -49,6 +50,7 @@ def metadata() -> AttentionMetadata:
     return AttentionMetadata(BlockMetadata(torch.tensor(slots), tables, (0, 0)), None, LENGTHS, stops, ((), ()), False)
 
 
+@pytest.mark.parametrize("level", [level.name for level in processor_levels()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # One axis of positions and three; with the table of embeddings as a matrix of its own and as the head.
 @pytest.mark.parametrize(
@@ -63,8 +65,15 @@ def metadata() -> AttentionMetadata:
     ],
 )
 def test_logits_are_those_of_the_head_behind_the_layers(
-    name: str, is_tied: bool, bits: int | None, dtype: torch.dtype, tmp_path: pathlib.Path
+    name: str,
+    is_tied: bool,
+    bits: int | None,
+    dtype: torch.dtype,
+    level: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("LOOKONCE_NATIVE_LEVEL", level)
     runner = loaded(name, tmp_path, dtype, bits, is_tied=is_tied)
     stack, model, axes = text_model(runner), runner.model, runner.family.num_position_axes
     assert isinstance(stack, NativeStack)

@@ -82,6 +82,14 @@ def test_tokens_with_one_position_on_all_axes_are_covered_and_others_are_not() -
     assert not table.covers(torch.cat([positions, torch.tensor([[4], [4], [5]])], dim=1))
 
 
+def test_a_table_of_very_many_positions_is_bounded() -> None:
+    """A model may name any number of them."""
+    table = RotaryTable.of(plain("default", FIXED["default"]), 1, 1 << 60)
+    assert table is not None
+    assert len(table.cosines) < 1 << 20
+    assert not table.covers(torch.tensor([[1 << 59]]))
+
+
 @pytest.mark.parametrize("position", [-1, NUM_POSITIONS])
 def test_positions_outside_of_the_table_are_not_covered(position: int) -> None:
     table = RotaryTable.of(plain("default", FIXED["default"]), 1, NUM_POSITIONS)
