@@ -185,7 +185,7 @@ def test_quantized_layers_are_split(
     with split(family, size, must_not_be_lost) as (model, _):
         assert not has_quantized_layers(model.runner.get_model()), "kernels have taken their places"
         has_codes = any(
-            isinstance(module, NativeLinear) and module._weights.codes is not None
+            isinstance(module, NativeLinear) and module.weights.codes is not None
             for module in model.runner.get_model().modules()
         )
         assert has_codes == FORMS[form].keeps_codes

@@ -64,7 +64,7 @@ def test_layers_beside_experts_that_the_kernel_does_not_know_are_read_as_codes(
     # One layer of Step 3.7 has no bound.
     assert sum(isinstance(module, NativeExperts) for module in runner.model.modules()) == (family == "step3p7")
     assert any(
-        isinstance(module, NativeLinear) and module._weights.codes is not None for module in runner.model.modules()
+        isinstance(module, NativeLinear) and module.weights.codes is not None for module in runner.model.modules()
     )
     found, _, _ = offline.run(replace(expected, runner=runner), max_num_batched_tokens=300)
     assert found == [question.expected for question in expected.questions]
