@@ -552,3 +552,44 @@ def test_rows_of_nan_are_noted_and_have_an_id_of_the_vocabulary_on_the_device(gi
         wanted = SAMPLERS[current]().launch(LOGITS.repeat(6, 1), rows).result()
         assert [found.token_ids[index] for index in others] == [wanted.token_ids[index] for index in others]
         assert [found.logprobs[index] for index in others] == [wanted.logprobs[index] for index in others]
+
+
+def test_one_sampler_follows_greedy_batches_that_change() -> None:
+    """It keeps the parameters of its last batch. Rows come, go and get masks, and some have logits of NaN."""
+    kept, generator = SAMPLERS[current](), np.random.default_rng(5)
+    plain, biased, late = (
+        SamplingParams(),
+        SamplingParams(logit_bias=((7, 2.5), (40, -3.0))),
+        SamplingParams(min_tokens=2, stop_token_ids=frozenset({3, 11})),
+    )
+    even = np.packbits(np.arange(50) % 2 == 0, bitorder="little").tobytes()
+    chosen: list[SamplingParams] = [plain]
+    num_masked = num_nan = 0
+    for step in range(200):
+        if step % 4 == 0:
+            chosen = [(plain, plain, biased, late)[number] for number in generator.integers(4, size=1 + step % 6)]
+        rows, wanted, nan = [], [], []
+        logits = torch.from_numpy(generator.standard_normal((len(chosen), 50)).astype(np.float32))
+        for index, params in enumerate(chosen):
+            output = tuple(range(int(generator.integers(4))))
+            mask = even if generator.random() < 0.1 else None
+            rows.append(replace(row(params, output=output), mask=mask))
+            adjusted = logits[index].numpy().copy()
+            for token_id, addend in params.logit_bias:
+                adjusted[token_id] += np.float32(addend)
+            if len(output) < params.min_tokens:
+                adjusted[list(params.stop_token_ids)] = -np.inf
+            if mask is not None:
+                adjusted[1::2] = -np.inf
+            wanted.append(int(adjusted.argmax()))
+            if mask is None and generator.random() < 0.05:
+                logits[index] = math.nan
+                nan.append(index)
+        sampled = kept.launch(logits, rows).result()
+        num_masked, num_nan = num_masked + sum(each.mask is not None for each in rows), num_nan + len(nan)
+        assert sampled.nan == tuple(nan)
+        found = zip(sampled.token_ids, wanted, strict=True)
+        assert all(one == other for index, (one, other) in enumerate(found) if index not in nan)
+        assert all(0 <= token_id < 50 for token_id in sampled.token_ids)
+    assert num_masked > 20
+    assert num_nan > 10
