@@ -157,7 +157,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._head: Linear | None = None
         # The table of embeddings; None: `logits` takes embeddings only.
         self._embeddings: Embeddings | None = None
-        # Tensors and structures that both point to.
+        # The weights that both point to.
         self._held: tuple[object, ...] = ()
         # The pools whose addresses are in the layers' structures.
         self._pools: object = None
@@ -193,11 +193,10 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def take_head(self, head: PackedWeights, table: Any) -> None:
         """Lets `logits` compute the output head, and look tokens up in their table if it is a plain one."""
-        self._head, tied = head.struct(), head.struct()
-        weight = table.weight.data
-        self._held = (head, tied, weight)
+        self._head, weight = head.struct(), table.weight.data
+        self._held = (head, weight)
         if isinstance(table, PackedEmbedding):
-            self._embeddings = Embeddings(tied=ctypes.pointer(tied), num_embeddings=table.num_embeddings)
+            self._embeddings = Embeddings(tied=ctypes.pointer(self._head), num_embeddings=table.num_embeddings)
         elif type(table) is torch.nn.Embedding and weight.dtype is self._dtype and weight.is_contiguous():
             self._embeddings = Embeddings(rows=weight.data_ptr(), num_embeddings=len(weight))
 
